@@ -1,0 +1,134 @@
+"""MODEL folders and checkpoints: safetensors and JSON, written atomically, refused when incomplete or altered.
+
+A folder holds `model.safetensors` and `model.json`; the JSON carries the sha256 of the tensors and of itself, so a
+torn write, a mixed pair or an edited file is noticed. Nothing is ever unpickled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as serialise_tensors
+from torch import Tensor
+
+from elsa.errors import UserError
+
+FORMAT = 1
+
+
+def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write a MODEL folder in one atomic step: afterwards it is complete, or what stood there before still stands."""
+    folder = Path(folder)
+    partial, previous = _recover(folder)
+    try:
+        partial.mkdir(parents=True)
+        payload = serialise_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        about = {"format": FORMAT, "higher_is": "anomalous", **about, "sha256": hashlib.sha256(payload).hexdigest()}
+        about["sha256_json"] = _digest(about)
+        _write_synced(partial / "model.safetensors", payload)
+        _write_synced(partial / "model.json", (json.dumps(about, indent=1) + "\n").encode())
+        _sync_folder(partial)
+        if folder.exists():  # a folder cannot be replaced by rename: step aside first; _recover undoes a crash in between
+            os.rename(folder, previous)
+        os.rename(partial, folder)
+        _sync_folder(folder.parent)
+    except OSError as error:
+        if previous.exists() and not folder.exists():
+            os.rename(previous, folder)
+        raise UserError(
+            f"cannot write {folder}: {error.strerror or error}; free some space or choose another --out"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def read_model(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the description of a MODEL folder; anything torn, mixed or edited is refused."""
+    folder = Path(folder)
+    _recover(folder)
+    try:
+        text = (folder / "model.json").read_text()
+        payload = (folder / "model.safetensors").read_bytes()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder} is not a MODEL folder written by `elsa fit`: {error}") from error
+    try:
+        about = json.loads(text)
+        intact = isinstance(about, dict) and about.get("sha256_json") == _digest(about)
+    except ValueError:
+        intact = False
+    if not intact:
+        raise UserError(f"{folder / 'model.json'} is incomplete or was changed after writing; fit the model again")
+    if about["format"] > FORMAT:
+        raise UserError(f"{folder} has format {about['format']}, this version reads up to {FORMAT}; update elsa")
+    if hashlib.sha256(payload).hexdigest() != about["sha256"]:
+        raise UserError(
+            f"{folder / 'model.safetensors'} does not belong to its model.json or is damaged; fit the model again"
+        )
+    try:
+        return parse_tensors(payload), about
+    except SafetensorError as error:
+        raise UserError(f"{folder / 'model.safetensors'} is not a safetensors file: {error}") from error
+
+
+def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Replace the checkpoint file in one atomic step; a kill at any moment leaves the old one or the new one whole."""
+    path = Path(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    payload = serialise_tensors(tensors, metadata={"state": json.dumps(state)})
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_synced(partial, hashlib.sha256(payload).digest() + payload)
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}; free some space or change --out") from error
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the state of a checkpoint; a torn or altered file is refused."""
+    content = Path(path).read_bytes()
+    digest, payload = content[:32], content[32:]
+    if hashlib.sha256(payload).digest() != digest:
+        raise UserError(f"{path} is incomplete or was changed after writing; delete it to start the fit afresh")
+    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+    return parse_tensors(payload), json.loads(header["__metadata__"]["state"])
+
+
+def _recover(folder: Path) -> tuple[Path, Path]:
+    """Undo a replacement that a crash cut between its two renames; the names used for the next one."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    previous = folder.with_name(f".{folder.name}.previous")
+    if previous.exists() and not folder.exists():
+        os.rename(previous, folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    return partial, previous
+
+
+def _digest(about: dict[str, Any]) -> str:
+    return hashlib.sha256(
+        json.dumps({k: v for k, v in about.items() if k != "sha256_json"}, sort_keys=True).encode()
+    ).hexdigest()
+
+
+def _write_synced(path: Path, payload: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(payload)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":  # Windows has no handle on a folder to sync
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
