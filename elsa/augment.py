@@ -1,0 +1,131 @@
+"""Weak augmentation T_a and the rotations T_s: batched, each image with its own randomness, a function of its draws.
+
+Images come in as uint8 [B, C, H, W] and leave as floats in [0, 1]; nowhere else do images become floats. All
+randomness is one tensor of uniform draws, so that the same code runs compiled, in a CUDA graph and on a CPU.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# columns of the draws; each image has its own row
+JITTER, ORDER, BRIGHTNESS, CONTRAST, SATURATION, HUE, GREY, AREA, RATIO, LEFT, TOP, FLIP = range(12)
+NUM_DRAWS = 12
+
+
+def draw(num_images: int, generator: torch.Generator) -> Tensor:
+    """Uniform draws for as many weak augmentations, on the generator's device."""
+    return torch.rand(num_images, NUM_DRAWS, generator=generator, device=generator.device)
+
+
+def weak(images: Tensor, draws: Tensor, area_min: float, area_max: float) -> Tensor:
+    """Random resized crop and flip, then colour jitter (0.4, 0.4, 0.4, 0.1) with p 0.8, then grey with p 0.2."""
+    x = _crop_and_flip(images, draws, area_min, area_max)
+    jittered = _jitter(x, draws)
+    x = torch.where(_column(draws, JITTER) < 0.8, jittered, x)
+    if x.shape[1] == 3:
+        x = torch.where(_column(draws, GREY) < 0.2, _luminance(x).expand_as(x), x)
+    return x
+
+
+def rotations(x: Tensor, shifts: int) -> Tensor:
+    """All images turned by 0, then all by 90 degrees, and so on: [shifts * B, C, H, W]."""
+    return torch.cat([torch.rot90(x, quarter, (2, 3)) for quarter in range(shifts)]) if shifts > 1 else x
+
+
+def rotate_blocks(x: Tensor, shifts: int) -> Tensor:
+    """Turn the i-th of `shifts` equal blocks of the batch by i quarters, so that each turned copy has its own draws."""
+    blocks = x.chunk(shifts)
+    return torch.cat([torch.rot90(block, quarter, (2, 3)) for quarter, block in enumerate(blocks)])
+
+
+def plain(images: Tensor) -> Tensor:
+    """Floats in [0, 1], not augmented."""
+    return images.float() / 255
+
+
+def _column(draws: Tensor, column: int) -> Tensor:
+    return draws[:, column, None, None, None]
+
+
+def _crop_and_flip(images: Tensor, draws: Tensor, area_min: float, area_max: float) -> Tensor:
+    """Bilinear crop of a share of the area, aspect ratio log-uniform in [3/4, 4/3], back to full size."""
+    height, width = images.shape[2:]
+    area = area_min + (area_max - area_min) * draws[:, AREA]
+    ratio = torch.exp((2 * draws[:, RATIO] - 1) * math.log(4 / 3))
+    scale_x = (area * ratio).sqrt().clamp(max=1)
+    scale_y = (area / ratio).sqrt().clamp(max=1)
+    # the crop's corner is uniform over all places where the crop fits, in units of the image
+    x_of = _sample_positions(width, scale_x, draws[:, LEFT] * (1 - scale_x), draws[:, FLIP] < 0.5)
+    y_of = _sample_positions(height, scale_y, draws[:, TOP] * (1 - scale_y), None)
+    return _interpolate_rows(_interpolate_rows(plain(images), y_of).transpose(2, 3), x_of).transpose(2, 3)
+
+
+def _sample_positions(size: int, scale_B: Tensor, offset_B: Tensor, flip_B: Tensor | None) -> Tensor:
+    """Where in the input, in pixels, each output pixel's centre lies: [B, size]."""
+    centre = (torch.arange(size, device=scale_B.device) + 0.5) / size
+    centre_BS = centre.expand(len(scale_B), size)
+    if flip_B is not None:
+        centre_BS = torch.where(flip_B[:, None], 1 - centre_BS, centre_BS)
+    return (offset_B[:, None] + centre_BS * scale_B[:, None]) * size - 0.5
+
+
+def _interpolate_rows(x: Tensor, position_BS: Tensor) -> Tensor:
+    """Linear interpolation along axis 2 as a product with a two-banded matrix: a crop is separable."""
+    size = x.shape[2]
+    position_BS = position_BS.clamp(0, size - 1)
+    grid = torch.arange(size, device=x.device, dtype=position_BS.dtype)
+    weight_BSS = (1 - (position_BS[:, :, None] - grid).abs()).clamp(min=0)
+    return weight_BSS[:, None] @ x
+
+
+def _jitter(x: Tensor, draws: Tensor) -> Tensor:
+    """Contrast before or after the changes of hue, saturation and brightness, as a coin says."""
+    contrast = 0.6 + 0.8 * _column(draws, CONTRAST)
+    first = _column(draws, ORDER) < 0.5
+    x = _scale_contrast(x, torch.where(first, contrast, 1))
+    x = _jitter_hsv(x, draws) if x.shape[1] == 3 else (x * (0.6 + 0.8 * _column(draws, BRIGHTNESS))).clamp(0, 1)
+    return _scale_contrast(x, torch.where(first, 1, contrast))
+
+
+def _scale_contrast(x: Tensor, factor: Tensor) -> Tensor:
+    mean = _luminance(x).mean(dim=(2, 3), keepdim=True)
+    return ((x - mean) * factor + mean).clamp(0, 1)
+
+
+def _luminance(x: Tensor) -> Tensor:
+    if x.shape[1] != 3:
+        return x.mean(dim=1, keepdim=True)
+    return 0.299 * x[:, 0:1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:3]  # ITU-R 601, as Pillow's mode L
+
+
+def _jitter_hsv(x: Tensor, draws: Tensor) -> Tensor:
+    """Shift the hue by up to 0.1 of the circle, scale saturation and value by 0.6 to 1.4."""
+    red, green, blue = x.unbind(dim=1)
+    value = x.amax(dim=1)
+    chroma = value - x.amin(dim=1)
+    safe = chroma.clamp(min=1e-8)
+    sector = torch.where(
+        value == red,
+        (green - blue) / safe,
+        torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    hue = sector / 6 + 0.2 * draws[:, HUE, None, None] - 0.1
+    saturation = (chroma / value.clamp(min=1e-8) * (0.6 + 0.8 * draws[:, SATURATION, None, None])).clamp(0, 1)
+    value = (value * (0.6 + 0.8 * draws[:, BRIGHTNESS, None, None])).clamp(0, 1)
+
+    # hsv to rgb without branches: each channel falls off with its distance on the colour circle
+    channels = []
+    for offset in (5, 3, 1):
+        k = (offset + hue * 6) % 6
+        channels.append(value - value * saturation * torch.minimum(k, 4 - k).clamp(0, 1))
+    return torch.stack(channels, dim=1)
+
+
+def resize(images: Tensor, size: int) -> Tensor:
+    """Whole images at another size, antialiased, still uint8."""
+    if images.shape[2:] == (size, size):
+        return images
+    return F.interpolate(images, (size, size), mode="bilinear", antialias=True)
