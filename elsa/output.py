@@ -1,0 +1,43 @@
+"""Files a command writes: checked before the work, whole or not there after it."""
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from elsa.errors import UserError
+
+
+def check_writable(path: Path, option: str = "--out") -> None:
+    """Refuse a place that cannot be written now, before hours of work end there. Leaves nothing behind."""
+    folder = Path(path).absolute().parent
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    try:
+        with tempfile.TemporaryFile(dir=existing) as probe:
+            probe.write(b"elsa")
+            probe.flush()
+    except OSError as error:
+        raise UserError(
+            f"cannot write {option} {path}: {error.strerror} in {existing}; choose another {option}"
+        ) from error
+
+
+def write_whole(path: Path, payload: bytes, option: str = "--out") -> None:
+    """Write a file under a temporary name and rename it: a reader finds the old one or the new one, never a half."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):  # on a read-only disk there is nothing to delete and no way to
+            partial.unlink()
+        raise UserError(
+            f"cannot write {option} {path}: {error.strerror}; free some space or choose another {option}"
+        ) from error
