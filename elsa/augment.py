@@ -35,10 +35,11 @@ def rotations(x: Tensor, shifts: int) -> Tensor:
     return torch.cat([torch.rot90(x, quarter, (2, 3)) for quarter in range(shifts)]) if shifts > 1 else x
 
 
-def rotate_blocks(x: Tensor, shifts: int) -> Tensor:
-    """Turn the i-th of `shifts` equal blocks of the batch by i quarters, so that each turned copy has its own draws."""
-    blocks = x.chunk(shifts)
-    return torch.cat([torch.rot90(block, quarter, (2, 3)) for quarter, block in enumerate(blocks)])
+def two_views(images: Tensor, draws: Tensor, shifts: int, area_min: float, area_max: float) -> Tensor:
+    """Two weak views of every rotation of each image, ordered by view, rotation, image; draws has a row for each."""
+    x = weak(images.repeat(2 * shifts, 1, 1, 1), draws, area_min, area_max)
+    # turned after the flip: a flip after a quarter turn would swap the labels 90 and 270
+    return torch.cat([torch.rot90(block, i % shifts, (2, 3)) for i, block in enumerate(x.chunk(2 * shifts))])
 
 
 def plain(images: Tensor) -> Tensor:

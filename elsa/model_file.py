@@ -1,7 +1,8 @@
 """MODEL folders and checkpoints: safetensors and JSON, written atomically, refused when incomplete or altered.
 
 A folder holds `model.safetensors` and `model.json`; the JSON carries the sha256 of the tensors and of itself, so a
-torn write, a mixed pair or an edited file is noticed. Nothing is ever unpickled.
+torn write, a mixed pair or an edited file is noticed. Nothing is ever unpickled. safetensors is imported where it is
+used, because benchmarks run on hosts that lack it.
 """
 
 import hashlib
@@ -11,9 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load as parse_tensors
-from safetensors.torch import save as serialise_tensors
 from torch import Tensor
 
 from elsa.errors import UserError
@@ -23,6 +21,8 @@ FORMAT = 1
 
 def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Write a MODEL folder in one atomic step: afterwards it is complete, or what stood there before still stands."""
+    from safetensors.torch import save as serialise_tensors
+
     folder = Path(folder)
     partial, previous = _recover(folder)
     try:
@@ -33,7 +33,8 @@ def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any])
         _write_synced(partial / "model.safetensors", payload)
         _write_synced(partial / "model.json", (json.dumps(about, indent=1) + "\n").encode())
         _sync_folder(partial)
-        if folder.exists():  # a folder cannot be replaced by rename: step aside first; _recover undoes a crash in between
+        if folder.exists():
+            # a folder cannot be replaced by rename: step aside first; _recover undoes a crash in between
             os.rename(folder, previous)
         os.rename(partial, folder)
         _sync_folder(folder.parent)
@@ -50,6 +51,9 @@ def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any])
 
 def read_model(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the description of a MODEL folder; anything torn, mixed or edited is refused."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load as parse_tensors
+
     folder = Path(folder)
     _recover(folder)
     try:
@@ -78,6 +82,8 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Replace the checkpoint file in one atomic step; a kill at any moment leaves the old one or the new one whole."""
+    from safetensors.torch import save as serialise_tensors
+
     path = Path(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     payload = serialise_tensors(tensors, metadata={"state": json.dumps(state)})
@@ -94,6 +100,8 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, An
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the state of a checkpoint; a torn or altered file is refused."""
+    from safetensors.torch import load as parse_tensors
+
     content = Path(path).read_bytes()
     digest, payload = content[:32], content[32:]
     if hashlib.sha256(payload).digest() != digest:

@@ -1,4 +1,4 @@
-"""Strong augmentation: RandAugment with n = 12 of 13 operations and m = 5, and a cutout; the anomalies of early stopping.
+"""Strong augmentation: RandAugment with n = 12 of 13 operations and m = 5, and a cutout: early stopping's anomalies.
 
 Images are uint8 [B, C, H, W] in and out. Each operation is a function of the images and of a level v in {1, 2, 3, 4}
 per image; the arithmetic is Pillow's, so that Pillow can be the tests' oracle.

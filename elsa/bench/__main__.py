@@ -1,0 +1,47 @@
+"""`python -m elsa.bench run PLAN`: what `elsa bench run` does, for hosts that have no click."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from elsa.bench.plans import PLANS
+from elsa.bench.run import run_plan
+from elsa.config import ElsaConfig, parse_settings
+from elsa.errors import UserError
+
+
+def main(arguments: list[str]) -> int:
+    """Parse, run, print; 0 done, 2 the user's mistake."""
+    parser = argparse.ArgumentParser(prog="elsa bench", description="Fill the missing cells of a table of the paper.")
+    commands = parser.add_subparsers(required=True)
+    run = commands.add_parser("run", help="run the cells of PLAN that have no line in RESULTS yet")
+    run.add_argument("plan", choices=sorted(PLANS))
+    run.add_argument("--results", type=Path, default=Path("results/results.jsonl"))
+    run.add_argument("--cifar10", type=Path, required=True, help="folder cifar-10-batches-bin")
+    run.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is started")
+    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument("--preset", default="fast")
+    run.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
+    given = parser.parse_args(arguments)
+    try:
+        settings = {"preset": given.preset, **parse_settings(ElsaConfig, given.settings)}
+        added = run_plan(
+            given.plan, given.results, given.cifar10, given.budget, given.device, settings, _print_now_and_then
+        )
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print(f"{given.plan}: {added} cells added to {given.results}")
+    return 0
+
+
+def _print_now_and_then(stage: str, done: int, total: int, figures: dict[str, float]) -> None:
+    if stage != "score" and (done % max(1, total // 5) == 0 or done <= 2):
+        text = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        print(f"{stage} {done}/{total}: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

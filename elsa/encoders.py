@@ -1,0 +1,116 @@
+"""Frozen pretrained encoders: an image becomes the vector a network trained on ImageNet sees in it.
+
+The vectors are neither centred nor whitened: among images of one kind the direction they share is what an anomaly
+lacks (5-neighbour AUROC on CIFAR-10 falls from 94.8 to 78.2 when the mean is subtracted).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from elsa.errors import UserError
+from elsa.mobilenet import FEATURES, MobileNetV2, fused, network_from, read_mobilenet_v2
+from elsa.progress import Progress, silent
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+VIEWS = ("image", "image and its flip")
+
+
+class Images(Protocol):
+    """A uint8 tensor [N, C, H, W] or memory-mapped shards that answer like one."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A frozen network with what must be recorded to find it again."""
+
+    name: str
+    net: MobileNetV2
+    file: str
+    sha256: str
+    features: int = FEATURES
+
+
+def parse_encoder(text: str) -> Encoder:
+    """The encoder that `--encoder mobilenet_v2:FILE` asks for."""
+    kind, _, file = text.partition(":")
+    if kind != "mobilenet_v2" or not file:
+        raise UserError(
+            f"encoder {text!r}: a pretrained encoder is written mobilenet_v2:FILE, with torchvision's weight file"
+        )
+    net, sha256 = read_mobilenet_v2(Path(file))
+    return Encoder(kind, net, Path(file).name, sha256)
+
+
+def embed(
+    encoder: Encoder,
+    images: Images,
+    *,
+    size: int | None = None,
+    views: str = "image and its flip",
+    batch: int = 64,
+    device: str = "cpu",
+    progress: Progress = silent,
+) -> Tensor:
+    """One float32 vector [N, 1280] per image, on the CPU."""
+    vectors = torch.empty(len(images), encoder.features)
+    done = 0
+    for part in embed_batches(encoder, images, size=size, views=views, batch=batch, device=device, progress=progress):
+        vectors[done : done + len(part)] = part
+        done += len(part)
+    return vectors
+
+
+def embed_batches(
+    encoder: Encoder,
+    images: Images,
+    *,
+    size: int | None = None,
+    views: str = "image and its flip",
+    batch: int = 64,
+    device: str = "cpu",
+    progress: Progress = silent,
+) -> Iterator[Tensor]:
+    """The vectors of `embed` one batch at a time, for sets whose vectors would not fit in memory."""
+    if views not in VIEWS:
+        raise UserError(f"views={views!r}: use one of {', '.join(map(repr, VIEWS))}")
+    if len(images.shape) != 4 or images.shape[1] not in (1, 3):
+        raise UserError(
+            f"images of shape {list(images.shape)}: the encoder takes [N, C, H, W] with C 1 (grey) or 3 (colour)"
+        )
+    size = size or input_size(max(images.shape[2:]))
+    net = fused(encoder.net).to(device)
+    mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
+    std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
+    for start in range(0, len(images), batch):
+        part = images[start : start + batch]
+        assert part.dtype == torch.uint8, "images are uint8 everywhere but here"
+        with torch.inference_mode():
+            pixels = part.to(device).float().div(255)
+            if pixels.shape[-2:] != (size, size):
+                pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+            pixels = pixels.expand(-1, 3, -1, -1).sub(mean).div(std).contiguous(memory_format=torch.channels_last)
+            vectors = net(pixels)
+            if views == "image and its flip":
+                vectors = (vectors + net(pixels.flip(3))) / 2
+        yield vectors.cpu().clone()
+        done = min(start + batch, len(images))
+        progress("embed", done, len(images), {})
+
+
+def input_size(side: int) -> int:
+    """The side in pixels to which images with this longer side are resized before they are embedded."""
+    return 96 if side <= 28 else 160 if side <= 64 else 224

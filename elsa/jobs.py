@@ -1,0 +1,196 @@
+"""What the commands do: open a source, decode it, fit or score a detector, write the result."""
+
+import csv
+import hashlib
+import io
+import platform
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elsa import __version__
+from elsa.config import ElsaConfig, parse_settings
+from elsa.data.images import ImageSet, load_images
+from elsa.data.sources import Source, open_source
+from elsa.errors import UserError
+from elsa.output import check_writable, write_whole
+from elsa.progress import Progress
+from elsa.saved import Detector, open_model, save_model
+from elsa.trust.calibrate import p_values, threshold
+from elsa.trust.metrics import Evaluation
+from elsa.trust.metrics import evaluate as evaluate_scores
+
+DEFAULT_FALSE_ALARMS = 0.05
+FROM_SCRATCH = ("resnet18", "tiny")
+SHOWN = 5
+HASH_BATCH = 1024
+
+
+def fit_source(
+    source: Path,
+    labels: Path | None,
+    out: Path,
+    *,
+    method: str | None,
+    encoder: str | None,
+    size: int | None,
+    settings: Sequence[str],
+    seed: int,
+    device: str,
+    resume: bool,
+    command: str,
+    progress: Progress,
+) -> list[str]:
+    """Fit a detector on a SOURCE and write its MODEL folder; what to tell the user about it."""
+    began = time.monotonic()
+    checkpoint = out.with_name(f"{out.name}.checkpoint")
+    _check_model_place(out, checkpoint, resume)
+    opened = open_source(source, labels=labels)
+    device = choose_device(device)
+    build = _plan(method, encoder, settings, device, len(opened.names), checkpoint)
+    detector = build(seed=seed, device=device, progress=progress)  # refuses wrong settings before hours of decoding
+    loaded = load_images(opened, size=size, cache=out.with_name(f"{out.name}.cache"), progress=progress)
+    detector.fit(loaded.images, loaded.labels)
+    about = {
+        "command": command,
+        "seed": seed,
+        "preprocessing": {
+            "size": loaded.images.shape[2],
+            "channels": loaded.images.shape[1],
+            "resize": loaded.resize,
+        },
+        "data": {"sha256": hash_data(loaded), "images": len(loaded.names), "labels": _count_labels(loaded)},
+        "versions": versions(),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    save_model(detector, out, about)
+    checkpoint.unlink(missing_ok=True)
+    return [
+        *_broken_lines(loaded),
+        f"Fitted on {len(loaded.names):,} images ({_count_words(loaded)}) in {about['seconds']:.0f} s: {out}",
+        f"Next: elsa score {out} SOURCE --out scores.csv",
+    ]
+
+
+def score_source(
+    model: Path, source: Path, out: Path, *, false_alarms: float | None, device: str, progress: Progress
+) -> list[str]:
+    """Score a SOURCE and write the table; what to tell the user about it."""
+    if out.suffix not in (".csv", ".parquet"):
+        raise UserError(f"--out {out}: the table is written as .csv or .parquet; end the name with one of them")
+    check_writable(out)
+    detector, loaded, scores = _score(model, source, None, out.with_name(f"{out.name}.cache"), device, progress)
+    calibration = detector.calibration_
+    limit, note = _limit(calibration, false_alarms)
+    rows = [
+        {
+            "path": name,
+            "score": value,
+            "p_value": p,
+            "verdict": "" if limit is None else "anomaly" if value > limit else "normal",
+            "error": "",
+        }
+        for name, value, p in zip(loaded.names, scores.tolist(), p_values(scores, calibration).tolist(), strict=True)
+    ]
+    rows.sort(key=lambda row: (-row["score"], row["path"]))
+    rows += [{"path": n, "score": None, "p_value": None, "verdict": "", "error": why} for n, why in loaded.broken]
+    write_whole(out, _table(rows, out.suffix))
+    verdicts = Counter(row["verdict"] for row in rows)
+    return [
+        *_broken_lines(loaded),
+        *note,
+        f"Scored {len(scores):,} images, {verdicts['anomaly']:,} called anomalies: {out}",
+        *[f"  {row['score']:.4f}  p {row['p_value']:.4f}  {row['path']}" for row in rows[:SHOWN] if not row["error"]],
+    ]
+
+
+def evaluate_source(model: Path, source: Path, labels: Path | None, *, device: str, progress: Progress) -> Evaluation:
+    """How well a MODEL separates the labelled images of a SOURCE."""
+    opened = open_source(source, labels=labels)
+    if not any(opened.labels):
+        raise UserError(f"no image of {source} has a label; name a table of labels with --labels FILE")
+    _, loaded, scores = _score(model, source, labels, None, device, progress)
+    return evaluate_scores(scores.numpy(), loaded.labels)
+
+
+def choose_device(asked: str) -> str:
+    """The torch device for --device; auto is the first GPU, or the CPU."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=asked)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises each of them for a missing device
+        raise UserError(f"--device {asked} is not to be had here; use auto, cpu, cuda, cuda:1 or mps") from error
+    return asked
+
+
+def versions() -> dict[str, str]:
+    """What this run was made with."""
+    packages = ("torch", "numpy", "pillow", "scikit-learn")
+    return {"elsa": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def hash_data(loaded: ImageSet) -> str:
+    """sha256 over names, labels and pixels, in their order: says whether two models saw the same data."""
+    digest = hashlib.sha256()
+    for name, label in zip(loaded.names, loaded.labels, strict=True):
+        digest.update(f"{name}\0{label}\0".encode())
+    for start in range(0, len(loaded.images), HASH_BATCH):
+        digest.update(loaded.images[start : start + HASH_BATCH].contiguous().numpy())
+    return digest.hexdigest()
+
+
+def _check_model_place(out: Path, checkpoint: Path, resume: bool) -> None:
+    """Refuse a place for MODEL before hours of work end there."""
+    if out.exists() and not (out / "model.json").exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} exists and is not a MODEL folder; choose a new name")
+    if checkpoint.exists() and not resume:
+        raise UserError(f"{checkpoint} is left from an interrupted fit; go on with --resume, or delete it")
+    check_writable(out)
+
+
+def _plan(
+    method: str | None, encoder: str | None, settings: Sequence[str], device: str, num_images: int, checkpoint: Path
+) -> Any:
+    """What to call for the detector the options ask for."""
+    kind, _, file = (encoder or "").partition(":")
+    if encoder is not None and kind not in (*FROM_SCRATCH, "mobilenet_v2") or (file and kind in FROM_SCRATCH):
+        raise UserError(f"--encoder {encoder}: use resnet18, tiny or mobilenet_v2:FILE")
+    pretrained = kind == "mobilenet_v2"
+    method = method or ("elsa-head" if pretrained else "elsa+")
+    if pretrained != (method == "elsa-head") and (encoder is not None or method == "elsa-head"):
+        raise UserError(
+            f"--method {method} with --encoder {encoder}: elsa-head takes mobilenet_v2:FILE, "
+            f"elsa and elsa+ take resnet18 or tiny; change one of the two"
+        )
+    if method == "elsa-head":
+        from elsa.head import ElsaHead, HeadConfig
+
+        from elsa.weights import find_mobilenet_v2
+
+        chosen = _parsed(HeadConfig, settings)
+        name = f"mobilenet_v2:{file or find_mobilenet_v2()}"
+        return lambda **common: ElsaHead(encoder=name, **common, **chosen)
+
+    from elsa.elsa import Elsa
+
+    presets = [word.removeprefix("preset=") for word in settings if word.startswith("preset=")]
+    chosen = _parsed(ElsaConfig, [word for word in settings if not word.startswith("preset=")])
+    if encoder is None and device == "cpu" and not presets and "encoder" not in chosen:
+        raise UserError(_no_gpu(num_images))
+    if encoder is not None:
+        chosen["encoder"] = kind
+    preset = presets[-1] if presets else "cpu" if chosen.get("encoder") == "tiny" and device == "cpu" else "paper"
+    return lambda **common: Elsa(method=method, preset=preset, checkpoint=checkpoint, **common, **chosen)
+
+
+def _parsed(config_class: type, settings: Sequence[str]) -> dict[str, Any]:
+    try:
+        return parse_settings(config_class, settings)
+    except UserError as error:
+        raise UserError(f"Invalid value for --set: {error}") from error

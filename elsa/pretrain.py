@@ -1,0 +1,66 @@
+"""Contrastive pre-training on the unlabelled and normal images: SimCLR for Elsa, CSI for Elsa+."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from elsa.augment import draw, two_views
+from elsa.checkpoint import Checkpoint
+from elsa.config import ElsaConfig
+from elsa.losses import nt_xent
+from elsa.nets import Net
+from elsa.progress import Progress
+from elsa.seeds import generator
+from elsa.training import Pace, batches_per_epoch, build_optimizer, epoch_batches, fetch, precision, tuned, warm_cosine
+
+
+def contrastive_loss(net: Net, images: Tensor, draws: Tensor, config: ElsaConfig) -> Tensor:
+    """NT-Xent over two views of every rotation, plus the cross-entropy of telling the rotations apart."""
+    x = two_views(images, draws, config.shifts, config.crop_area_min, config.crop_area_max)
+    with precision(config, images.device):
+        raw, logits = net(x.contiguous(memory_format=torch.channels_last))
+    loss = nt_xent(F.normalize(raw.float(), dim=1), config.pretrain_tau)
+    if config.shifts > 1:
+        rotation = torch.arange(config.shifts, device=images.device).repeat_interleave(len(images)).repeat(2)
+        loss = loss + F.cross_entropy(logits.float(), rotation)
+    return loss
+
+
+def pretrain(
+    net: Net,
+    images: Any,
+    index_N: Tensor,
+    config: ElsaConfig,
+    seed: int,
+    checkpoint: Checkpoint,
+    progress: Progress,
+) -> None:
+    """Train the net on images[index_N] for config.pretrain_epochs epochs."""
+    device = index_N.device
+    optimizer = build_optimizer(config.pretrain_optimizer, net, config.pretrain_lr, config.pretrain_weight_decay)
+    parts = {"net": net, "optimizer": optimizer}
+    start, _, _ = checkpoint.restore("pretrain", parts)
+    steps = batches_per_epoch(len(index_N), config.pretrain_batch)
+    step_loss = tuned(contrastive_loss, device)
+    net.train()
+    pace = Pace()
+    for epoch in range(start, config.pretrain_epochs):
+        draws_of = generator(seed, "pretrain draws", epoch, device=device)
+        total = torch.zeros((), device=device)
+        batches = epoch_batches(index_N, config.pretrain_batch, generator(seed, "pretrain order", epoch))
+        for step, index_B in enumerate(batches, start=epoch * steps):
+            share = warm_cosine(step, steps * config.pretrain_epochs, steps * config.pretrain_warmup)
+            optimizer.param_groups[0]["lr"] = config.pretrain_lr * share
+            loss = step_loss(
+                net, fetch(images, index_B, device), draw(2 * config.shifts * len(index_B), draws_of), config
+            )
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        views = steps * min(config.pretrain_batch, len(index_N)) * 2 * config.shifts
+        figures = {"loss": total.item() / steps, "views/s": pace.rate(views)}
+        progress("pretrain", epoch + 1, config.pretrain_epochs, figures)
+        checkpoint.save("pretrain", epoch + 1, parts, {}, {}, last=epoch + 1 == config.pretrain_epochs)
