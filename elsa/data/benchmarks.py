@@ -48,7 +48,9 @@ def _join_cifar10(folder: Path, part: str, files: list[np.ndarray]) -> tuple[Ten
     records = np.concatenate(files)
     counts = np.bincount(records[:, 0], minlength=10)
     if len(counts) != 10 or len(set(counts)) != 1:
-        raise UserError(f"{folder}: the {part} files hold {counts.tolist()} images per class, CIFAR-10 has ten equal ones")
+        raise UserError(
+            f"{folder}: the {part} files hold {counts.tolist()} images per class, CIFAR-10 has ten equal ones"
+        )
     images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
     return torch.from_numpy(images), torch.from_numpy(records[:, 0].astype(np.int64))
 

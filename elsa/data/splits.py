@@ -29,7 +29,7 @@ class GroupSizes:
 
 
 def group_sizes(normals: int, gamma_l: float, gamma_p: float) -> GroupSizes:
-    """Sizes that use every normal image and meet both shares: gamma_l of the whole set, gamma_p of its unlabelled part."""
+    """Sizes that use every normal image, with gamma_l of the whole set labelled and gamma_p of X_u hidden anomalies."""
     total = normals / (gamma_l + (1 - 2 * gamma_l) * (1 - gamma_p))
     labelled = round(gamma_l * total)
     return GroupSizes(labelled, labelled, round(gamma_p * (1 - 2 * gamma_l) * total))
@@ -66,8 +66,8 @@ def one_class_split(
     known = left[classes[left] == labelled] if labelled is not None else left[:0]
     if sizes.labelled_anomalies > len(known):
         raise UserError(
-            f"gamma_l={gamma_l} needs {sizes.labelled_anomalies} labelled anomalies of class {labelled}, and {len(known)} "
-            f"are left beside the hidden ones; use a smaller gamma_l"
+            f"gamma_l={gamma_l} needs {sizes.labelled_anomalies} labelled anomalies of class {labelled}, and "
+            f"{len(known)} are left beside the hidden ones; use a smaller gamma_l"
         )
     hidden, known = anomalies[: sizes.hidden_anomalies], known[: sizes.labelled_anomalies]
     num_unlabelled = len(normals) - sizes.labelled_normals
@@ -84,7 +84,9 @@ def _check(classes: NDArray, normal: int, labelled: int | None, gamma_l: float, 
     if not 0 <= gamma_p < 1:
         raise UserError(f"gamma_p={gamma_p}: the share of hidden anomalies must lie in [0, 1)")
     if (labelled is None) != (gamma_l == 0):
-        raise UserError(f"labelled={labelled} with gamma_l={gamma_l}: give a labelled class if, and only if, gamma_l > 0")
+        raise UserError(
+            f"labelled={labelled} with gamma_l={gamma_l}: give a labelled class if, and only if, gamma_l > 0"
+        )
     if labelled == normal:
         raise UserError(f"labelled={labelled} is the normal class; labelled anomalies come from another class")
     for role, wanted in (("normal", normal), ("labelled", labelled)):
