@@ -146,8 +146,9 @@ def look_at(payload: Payload, pixel_limit: int) -> Facts:
     try:
         with open_image(payload, pixel_limit) as image:
             size, traits = image.size, _traits(image)
+            turned = orientation(image) > 1  # Pillow turns TIFF itself while reading and forgets that it did
             small = miniature(image)
-            if orientation(image) > 1:
+            if turned or orientation(image) > 1:  # a PNG may tell it behind the pixels
                 traits.add("exif-rotated")
             return _facts(small, size, traits, _content_hash(payload))
     except BrokenImageError as error:

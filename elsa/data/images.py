@@ -166,7 +166,7 @@ def is_grey(payload: Payload, pixel_limit: int = PIXEL_LIMIT) -> bool:
         with open_image(payload, pixel_limit) as image:
             if is_16_bit(image) or image.mode in ("1", "L", "LA", "La"):
                 return True
-            pixels = np.asarray(_decoded(image, Decoding(size=MAX_SIZE, channels=3)))
+            pixels = np.asarray(_decoded(image, Decoding(size=128, channels=3)))
     if pixels.ndim == 2 or pixels.shape[2] < 3:
         return True
     red, green, blue = (pixels[..., k].astype(np.int16) for k in range(3))
@@ -187,7 +187,7 @@ def _to_array(image: Image.Image, how: Decoding) -> NDArray[np.uint8]:
 
 
 def _decoded(image: Image.Image, how: Decoding) -> Image.Image:
-    """An opened image, read and prepared. Large ones wait for one another: memory holds one, however many threads run."""
+    """An opened image, read and prepared; large ones wait for one another, so that memory holds one of them."""
     with _one_large_image if image.width * image.height > LARGE else nullcontext():
         # JPEG can decode straight to 1/2, 1/4 or 1/8: never below the size asked for, and much faster.
         image.draft("L" if how.channels == 1 else "RGB", (how.size, how.size))
