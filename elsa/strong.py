@@ -65,9 +65,11 @@ def _blend(start: Tensor, images: Tensor, level: Tensor) -> Tensor:
 
 def autocontrast(images: Tensor, level: Tensor, sign: Tensor) -> Tensor:
     """Stretch every channel to the full range."""
-    low = images.amin(dim=(2, 3), keepdim=True).float()
-    high = images.amax(dim=(2, 3), keepdim=True).float()
-    stretched = ((images.float() - low) * (255 / (high - low).clamp(min=1))).clamp(0, 255).to(torch.uint8)
+    low = images.amin(dim=(2, 3), keepdim=True).double()
+    high = images.amax(dim=(2, 3), keepdim=True).double()
+    scale = 255 / (high - low).clamp(min=1)
+    # Pillow truncates this very sum in double precision; any other order of operations is off by one now and then
+    stretched = (images * scale - low * scale).clamp(0, 255).to(torch.uint8)
     return torch.where(high > low, stretched, images)
 
 
