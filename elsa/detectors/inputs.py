@@ -1,4 +1,4 @@
-"""What the detectors of this folder share: checked input, images as rows of numbers, images held out for calibration."""
+"""What the detectors of this folder share: checked input, images as rows of numbers, images held out to calibrate."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -50,9 +50,10 @@ def kind_of(images: Images) -> str:
 def as_rows(images: Images, index: Tensor) -> Tensor:
     """The chosen images as float32 rows: pixels in [0, 1], vectors as they are."""
     numbers = int(torch.tensor(images.shape[1:]).prod())
-    if 4 * numbers * len(index) > MOST_BYTES:
+    needed = 4 * numbers * len(index)
+    if needed > MOST_BYTES:
         raise UserError(
-            f"{len(index):,} images of {numbers:,} numbers each take {4 * numbers * len(index) / 2**30:.0f} GB as rows: "
+            f"{len(index):,} images of {numbers:,} numbers each take {needed / 2**30:.0f} GB as rows: "
             f"use at most {MOST_BYTES // 2**30} GB, smaller images, fewer images or embeddings (--encoder)"
         )
     return torch.cat([_rows(images[batch]) for batch in index.split(BATCH)])
@@ -74,8 +75,8 @@ def hold_out(candidates: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     """Candidates to train on and candidates held out for calibration: a tenth, at least 30, at most half."""
     if len(candidates) < 2:
         raise UserError(
-            f"{len(candidates)} normal or unlabelled images: at least 2 are needed, one to learn from and one to calibrate "
-            f"with; add images, or check that the labels do not call them all 'anomaly'"
+            f"{len(candidates)} normal or unlabelled images: at least 2 are needed, one to learn from and one to "
+            f"calibrate with; add images, or check that the labels do not call them all 'anomaly'"
         )
     shuffled = candidates[torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))]
     held_out = min(max(LEAST_HELD_OUT, round(HELD_OUT_SHARE * len(candidates))), len(candidates) // 2)

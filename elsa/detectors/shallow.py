@@ -133,10 +133,10 @@ def log_density(distances_BN: Tensor, bandwidth: float, num_kernels: int, num_fe
 
 
 def likeliest_bandwidth(rows_ND: Tensor) -> float:
-    """The bandwidth, of nine, under which each row is likeliest given the others (leave-one-out cross-validation).
+    """The bandwidth, of sixteen, under which each row is likeliest given the others (leave-one-out cross-validation).
 
-    A single Gaussian at distance d in D dimensions is likeliest at bandwidth d / sqrt(D), so the nine lie around that of the nearest
-    neighbours. Copies are left out: they would draw the bandwidth to zero.
+    A single Gaussian at distance d in D dimensions is likeliest at bandwidth d / sqrt(D), so the sixteen reach from
+    half that of the nearest neighbours to that of the median pair. Copies are left out: they would draw it to zero.
     """
     num_rows, num_features = rows_ND.shape
     distances_NN = squared_distances(rows_ND, rows_ND)
@@ -146,8 +146,9 @@ def likeliest_bandwidth(rows_ND: Tensor) -> float:
     has_neighbour = nearest.isfinite()
     if not has_neighbour.any():
         return 1.0  # all rows are equal: any bandwidth ranks the same way
-    scale = math.sqrt(float(nearest[has_neighbour].median()) / num_features)
-    candidates = [scale * 2 ** (step / 2) for step in range(-3, 6)]
+    lowest = math.sqrt(float(nearest[has_neighbour].median()) / num_features) / 2
+    highest = math.sqrt(float(distances_NN[distances_NN.isfinite()].median()) / num_features)
+    candidates = [lowest * (highest / lowest) ** (step / 15) for step in range(16)]
     return max(
         candidates,
         key=lambda h: float(log_density(distances_NN[has_neighbour], h, num_rows - 1, num_features).mean()),

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from elsa.detectors.inputs import LEAST_HELD_OUT, Images, as_rows, checked, hold_out, kind_of, not_anomalies, scored
 from elsa.detectors.shallow import squared_distances
@@ -56,7 +56,7 @@ class KNNDetector:
         return (nearest_Bk / 2 if self.metric_ == "cosine" else nearest_Bk.sqrt()).mean(dim=1).cpu()
 
     def _prepared(self, rows_ND: Tensor) -> Tensor:
-        return F.normalize(rows_ND.double(), dim=1) if self.metric_ == "cosine" else rows_ND
+        return normalize(rows_ND.double(), dim=1) if self.metric_ == "cosine" else rows_ND
 
 
 class LogisticDetector:
@@ -75,8 +75,8 @@ class LogisticDetector:
         held_out = (codes == UNLABELLED).nonzero().flatten()
         if not len(normals) or not len(anomalies):
             raise UserError(
-                f"logistic learns from labels alone and there are {len(normals)} 'normal' and {len(anomalies)} 'anomaly': label "
-                f"some of both kinds, or use another detector"
+                f"logistic learns from labels alone: {len(normals)} are 'normal' and {len(anomalies)} 'anomaly'; "
+                f"label some of both kinds, or use another detector"
             )
         if len(held_out) < LEAST_HELD_OUT:  # too few images it does not learn from anyway
             normals, more = hold_out(normals, self.seed)

@@ -1,9 +1,12 @@
 """From scores to p-values and verdicts at the false-alarm rate a user sets, by images held out of the training.
 
-Split-conformal: a normal image's score is exchangeable with those of held-out normal images, so its rank among them is uniform,
-whatever the detector. Ties count against an alarm. Hidden anomalies among the held-out images raise p-values, so
-pollution costs detections and never adds false alarms.
+Split-conformal: a normal image's score is exchangeable with those of held-out normal images, so its rank among them is
+uniform, whatever the detector. Ties count against an alarm. Hidden anomalies among the held-out images raise the
+p-values, as long as the detector scores them higher than normal images: pollution then costs detections but adds no
+false alarms.
 """
+
+import math
 
 import torch
 from scipy.stats import beta
@@ -38,10 +41,10 @@ def lowest_false_alarms(num_calibration: int) -> float:
 
 
 def false_alarm_range(num_calibration: int, false_alarms: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Where the share of false alarms lies with this one calibration set; over all such sets its mean is the rate set.
+    """Where the share of false alarms lies with one calibration set; over all such sets its mean is the rate asked for.
 
-    The share is Beta(k, n + 1 - k) distributed, k being the rank of the threshold from the top: 99 held-out images and a
-    rate of 5% give 1.6% to 10.2%.
+    It is Beta(k, n + 1 - k) distributed, k being the threshold's rank from the top: 99 held-out images and a rate of 5%
+    give 1.7% to 10.0%.
     """
     k = _alarms_among(num_calibration, false_alarms)
     tail = (1 - confidence) / 2
@@ -57,10 +60,12 @@ def _alarms_among(num_calibration: int, false_alarms: float) -> int:
     k = int(false_alarms * total)
     k += (k + 1) / total <= false_alarms  # .29 * 100 is 28.999999999999996
     if k == 0:
-        needed = int(1 / false_alarms)
+        needed = math.ceil(1 / false_alarms - 1e-9) - 1
+        digits = len(str(total)) + 1
+        possible = math.ceil(10**digits / total) / 10**digits  # rounded up: a lower rate would be refused again
         raise UserError(
-            f"--false-alarms {false_alarms:g} takes {needed:,} or more normal images held out for calibration, this model has "
-            f"{num_calibration:,}: use {lowest_false_alarms(num_calibration):.2g} or more, or fit on more images"
+            f"--false-alarms {false_alarms:g} takes at least {needed:,} images held out for calibration, there are "
+            f"{num_calibration:,}: use {possible:g} or more, or fit on more images"
         )
     return k
 

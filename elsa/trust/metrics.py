@@ -79,7 +79,7 @@ class Evaluation:
 def evaluate(
     scores: ArrayLike, truth_words: Sequence[str | None], confidence: float = 0.95, seed: int = 0
 ) -> Evaluation:
-    """AUROC, AUPR and the false-positive rate at 95% recall of anomalies, each with an interval, or the reason why not."""
+    """AUROC, AUPR and the false-positive rate at 95% recall of anomalies, with intervals or the reason why not."""
     if not 0.5 <= confidence < 1:
         raise UserError(f"confidence={confidence}: a share from 0.5 to below 1 is allowed; the usual one is 0.95")
     truth = encode_labels(truth_words).numpy()
@@ -148,8 +148,9 @@ def bootstrap_intervals(
     """(low, high) of `auroc`, `aupr` and `fpr`, from a Bayesian bootstrap stratified by kind.
 
     Every image gets a random weight instead of being drawn or not. One further weight goes to an anomaly and a normal
-    image nobody has seen: in the worst place for the pessimistic end, in the best for the optimistic one. Without them a
-    perfect ranking of ten images would give the interval 100 to 100; for a plain share they give Clopper-Pearson's.
+    image nobody has seen: in the worst place for the pessimistic end, in the best for the optimistic one. Without
+    them a perfect ranking of ten images would give the interval 100 to 100; for a plain share they give the exact
+    interval of Clopper and Pearson.
     """
     counts_G, counts_B = _bins(*_snapped(np.asarray(anomalies, np.float64), np.asarray(normals, np.float64)))
     share = len(anomalies) / (len(anomalies) + len(normals))
@@ -217,14 +218,18 @@ def _weights(counts: NDArray, replicates: int, generator: np.random.Generator) -
     return weights[:, :-1], weights[:, -1]
 
 
-def _snapped(anomalies: NDArray, normals: NDArray, levels: int = MOST_LEVELS) -> tuple[NDArray, NDArray]:
+def _snapped(anomalies: NDArray, normals: NDArray) -> tuple[NDArray, NDArray]:
     """The scores lowered to the next of at most 5,000 anomaly scores, where there are more."""
     values = np.unique(anomalies)
-    if len(values) <= levels:
+    if len(values) <= MOST_LEVELS:
         return anomalies, normals
-    kept = np.quantile(anomalies, np.linspace(0, 1, levels), method="lower")
+    kept = np.quantile(anomalies, np.linspace(0, 1, MOST_LEVELS), method="lower")
     grid = np.concatenate([[-np.inf], np.unique(kept)])
-    return tuple(grid[np.searchsorted(grid, scores, side="right") - 1] for scores in (anomalies, normals))
+
+    def snap(scores: NDArray) -> NDArray:
+        return grid[np.searchsorted(grid, scores, side="right") - 1]
+
+    return snap(anomalies), snap(normals)
 
 
 def _bins(anomalies: NDArray, normals: NDArray) -> tuple[NDArray, NDArray]:
@@ -265,6 +270,6 @@ def _too_few(anomalies: int, normals: int, least_anomalies: int, missing_anomali
     missing = [f"{missing_anomalies} more labelled anomalies"] if missing_anomalies else []
     missing += [f"{missing_normals} more labelled normal images"] if missing_normals else []
     return (
-        f"it takes at least {least_anomalies} labelled anomalies and {LEAST_OF_EACH_KIND} labelled normal images, there "
-        f"are {anomalies} and {normals}; label {' and '.join(missing)}"
+        f"it takes at least {least_anomalies} labelled anomalies and {LEAST_OF_EACH_KIND} labelled normal images, "
+        f"there are {anomalies} and {normals}; label {' and '.join(missing)}"
     )

@@ -1,0 +1,1 @@
+"""Doors to other libraries; each imports its library only when it is imported itself."""

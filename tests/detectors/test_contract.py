@@ -1,0 +1,123 @@
+"""What every detector promises, whatever is inside: this file knows nothing but names and two methods."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from elsa.detectors import DETECTORS, build
+from elsa.errors import UserError
+from elsa.trust.metrics import auroc
+
+# Two epochs of a tiny set learn something only in small steps at a high rate.
+EPOCHS = {"preset": "cpu", "pretrain_epochs": 2, "finetune_epochs": 2}
+QUICK = EPOCHS | {"finetune_batch": 8, "finetune_lr": 3e-3, "num_prototypes": 8}
+SETTINGS = {"elsa": QUICK, "elsa+": QUICK}
+TAKES_VECTORS_ALONE = {"elsa-head"}  # until it is given an encoder
+TRAIN, TEST = 67, 29
+
+
+def toy(number: int, seed: int, vectors: bool):
+    """Dark images, and bright ones last; as vectors, the two kinds also point in different directions."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 90, (number, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    bright = number // 4
+    images[-bright:] += 160
+    is_anomaly = torch.arange(number) >= number - bright
+    if vectors:
+        signed = torch.ones(32 * 32).index_fill(0, torch.arange(0, 32 * 32, 2), -1.0)
+        return images[:, 0].flatten(1).float() / 255 * torch.where(is_anomaly[:, None], 1.0, signed), is_anomaly
+    return images, is_anomaly
+
+
+def inputs(name: str):
+    vectors = name in TAKES_VECTORS_ALONE
+    train, is_anomaly = toy(TRAIN, 0, vectors)
+    labels = ["anomaly" if anomaly else "normal" if n % 3 == 0 else "" for n, anomaly in enumerate(is_anomaly.tolist())]
+    return train, labels, *toy(TEST, 1, vectors)
+
+
+@pytest.fixture(scope="module", params=DETECTORS)
+def name(request):
+    module = DETECTORS[request.param].partition(":")[0]
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not written yet")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def fitted(name):
+    images, labels, _, _ = inputs(name)
+    return build(name, seed=3, **SETTINGS.get(name, {})).fit(images, labels)
+
+
+def test_one_finite_score_per_image(name, fitted):
+    _, _, test, _ = inputs(name)
+    for images in (test, test[:1], test[:0]):
+        scores = fitted.anomaly_score(images)
+        assert scores.shape == (len(images),)
+        assert scores.is_floating_point()
+        assert scores.device.type == "cpu"
+        assert not scores.requires_grad
+        assert scores.isfinite().all()
+
+
+def test_anomalies_score_higher(name, fitted):
+    _, _, test, is_anomaly = inputs(name)
+    assert auroc(fitted.anomaly_score(test), is_anomaly) > 0.99
+
+
+def test_scores_do_not_depend_on_the_rest_of_the_batch(name, fitted):
+    _, _, test, _ = inputs(name)
+    together = fitted.anomaly_score(test)
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(fitted.anomaly_score(test[order]), together[order], rtol=1e-5, atol=1e-5)
+    alone = torch.cat([fitted.anomaly_score(test[n : n + 1]) for n in range(5)])
+    torch.testing.assert_close(alone, together[:5], rtol=1e-5, atol=1e-5)
+
+
+def test_fit_returns_the_detector_and_leaves_its_input_alone(name):
+    images, labels, test, _ = inputs(name)
+    copies = images.clone(), list(labels), test.clone()
+    detector = build(name, seed=3, **SETTINGS.get(name, {}))
+    assert detector.fit(images, labels) is detector
+    detector.anomaly_score(test)
+    assert torch.equal(images, copies[0])
+    assert labels == copies[1]
+    assert torch.equal(test, copies[2])
+
+
+def test_same_seed_same_scores_to_the_bit(name, fitted):
+    images, labels, test, _ = inputs(name)
+    torch.manual_seed(12345)  # the global state must not matter
+    again = build(name, seed=3, **SETTINGS.get(name, {})).fit(images, labels)
+    assert torch.equal(again.anomaly_score(test), fitted.anomaly_score(test))
+    assert torch.equal(again.anomaly_score(test), again.anomaly_score(test))
+    assert torch.equal(again.calibration_, fitted.calibration_)
+
+
+def test_calibration_holds_scores_of_normal_looking_images(name, fitted):
+    assert fitted.calibration_.ndim == 1
+    assert fitted.calibration_.isfinite().all()
+    _, _, test, is_anomaly = inputs(name)
+    assert fitted.calibration_.median() < fitted.anomaly_score(test)[is_anomaly].min()
+
+
+def test_labels_as_numbers_are_refused(name):
+    images, labels, _, _ = inputs(name)
+    with pytest.raises(UserError, match="is a number"):
+        build(name, **SETTINGS.get(name, {})).fit(images, [1 if label == "normal" else 0 for label in labels])
+
+
+@pytest.mark.parametrize("change", [lambda labels: labels[:-1], lambda labels: [*labels, ""]])
+def test_labels_of_another_length_are_refused(name, change):
+    images, labels, _, _ = inputs(name)
+    with pytest.raises(UserError, match=str(TRAIN)):
+        build(name, **SETTINGS.get(name, {})).fit(images, change(labels))
+
+
+@pytest.mark.parametrize("number", [0, TRAIN])
+def test_training_images_that_are_all_anomalies_or_none_at_all_are_refused(name, number):
+    images, _, _, _ = inputs(name)
+    with pytest.raises(UserError):
+        build(name, **SETTINGS.get(name, {})).fit(images[:number], ["anomaly"] * number)
