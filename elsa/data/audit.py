@@ -150,6 +150,8 @@ def look_at(payload: Payload, pixel_limit: int) -> Facts:
             small = miniature(image)
             if turned or orientation(image) > 1:  # a PNG may tell it behind the pixels
                 traits.add("exif-rotated")
+            if orientation(image) >= 5:
+                size = size[::-1]
             return _facts(small, size, traits, _content_hash(payload))
     except BrokenImageError as error:
         return Facts(trouble=error.kind, reason=str(error))

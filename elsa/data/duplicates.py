@@ -35,8 +35,8 @@ def near_groups(gradients: NDArray[np.uint64], thumbnails: NDArray[np.uint8]) ->
     count = len(gradients)
     lefts: list[NDArray[np.int64]] = []
     rights: list[NDArray[np.int64]] = []
-    for shift, width in BANDS:
-        band = gradients >> np.uint64(shift) & np.uint64((1 << width) - 1)
+    bands = [gradients >> np.uint64(shift) & np.uint64((1 << width) - 1) for shift, width in BANDS]
+    for number, band in enumerate(bands):
         order = np.lexsort((gradients, band))
         for distance in range(1, min(REACH, count - 1) + 1):
             left, right = order[:-distance], order[distance:]
@@ -45,6 +45,8 @@ def near_groups(gradients: NDArray[np.uint64], thumbnails: NDArray[np.uint8]) ->
                 break
             left, right = left[together], right[together]
             close = np.bitwise_count(gradients[left] ^ gradients[right]) <= MAX_BITS
+            for earlier in bands[:number]:  # compared there already; copies share all bands
+                close &= earlier[left] != earlier[right]
             left, right = left[close], right[close]
             # In pieces: a thousand pairs of thumbnails are 1 MB, all pairs of a large set might be gigabytes.
             for begin in range(0, len(left), 1000):

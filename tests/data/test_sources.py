@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -317,6 +318,18 @@ def test_damaged_npz_is_refused(tmp_path):
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"t.npz is damaged"):
         list(source.payloads(range(50)))
+
+
+SHARED = Path(os.environ.get("ELSA_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "elpv_128.parquet"
+
+
+@pytest.mark.skipif(not SHARED.is_file(), reason="needs elpv_128.parquet: set ELSA_SHARED to the folder above data/")
+def test_real_photos_of_solar_cells():
+    source = open_source(SHARED)
+    assert (len(source), source.labels.count("")) == (2624, 2624)
+    assert set(source.extra["defect_probability"]) == {0.0, 1 / 3, 2 / 3, 1.0}
+    pixels = [decode(payload, Decoding(128, 1)) for payload in source.payloads([0, 1311, 2623])]
+    assert min(image.std() for image in pixels) > 5
 
 
 # --- fingerprints
