@@ -27,7 +27,14 @@ device_option = click.option(
 )
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class InOrder(click.Group):
+    """Lists its commands in the order in which a person needs them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=InOrder, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="elsa", message="%(prog)s %(version)s")
 @click.option("--traceback", "show_traceback", is_flag=True, help="Show where in elsa an error arose.")
 def cli(show_traceback: bool) -> None:
