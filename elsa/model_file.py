@@ -27,7 +27,7 @@ def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any])
     partial, previous = _recover(folder)
     try:
         partial.mkdir(parents=True)
-        payload = serialise_tensors({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        payload = serialise_tensors(_storable(tensors))
         about = {"format": FORMAT, "higher_is": "anomalous", **about, "sha256": hashlib.sha256(payload).hexdigest()}
         about["sha256_json"] = _digest(about)
         _write_synced(partial / "model.safetensors", payload)
@@ -85,8 +85,7 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, An
     from safetensors.torch import save as serialise_tensors
 
     path = Path(path)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    payload = serialise_tensors(tensors, metadata={"state": json.dumps(state)})
+    payload = serialise_tensors(_storable(tensors), metadata={"state": json.dumps(state)})
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +107,19 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(f"{path} is incomplete or was changed after writing; delete it to start the fit afresh")
     header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
     return parse_tensors(payload), json.loads(header["__metadata__"]["state"])
+
+
+def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, each with memory of its own: safetensors refuses shared memory."""
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        stored[name] = tensor
+    return stored
 
 
 def _recover(folder: Path) -> tuple[Path, Path]:

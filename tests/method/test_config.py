@@ -15,7 +15,12 @@ def test_defaults_are_the_papers():
     plus, plain = method_config("elsa+"), method_config("elsa")
     assert (plus.shifts, plus.num_prototypes, plus.prototypes_every, plus.views) == (4, 100, 3, 10)
     assert (plain.shifts, plain.num_prototypes, plain.prototypes_every) == (1, 50, 1)
-    assert (plus.pretrain_epochs, plus.pretrain_batch, plain.pretrain_epochs, plain.pretrain_batch) == (1000, 128, 500, 512)
+    assert (plus.pretrain_epochs, plus.pretrain_batch, plain.pretrain_epochs, plain.pretrain_batch) == (
+        1000,
+        128,
+        500,
+        512,
+    )
     for config in (plus, plain):
         assert (config.pretrain_optimizer, config.pretrain_lr, config.pretrain_weight_decay) == ("lars", 0.1, 1e-6)
         assert (config.finetune_epochs, config.finetune_batch, config.finetune_lr, config.tau) == (50, 64, 1e-4, 0.5)
@@ -39,7 +44,9 @@ def test_every_field_is_read_outside_the_config_and_documented():
     fields = [field.name for field in dataclasses.fields(ElsaConfig)]
     assert [name for name in fields if name not in read] == []
     body = next(
-        node for node in ast.parse((PACKAGE / "config.py").read_text()).body if getattr(node, "name", "") == "ElsaConfig"
+        node
+        for node in ast.parse((PACKAGE / "config.py").read_text()).body
+        if getattr(node, "name", "") == "ElsaConfig"
     ).body
     for statement, following in zip(body, body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign):
