@@ -140,14 +140,18 @@ def commit() -> str:
 def finished_cells(results: Path, plan: str) -> set[Cell]:
     """The cells that have a line of this plan."""
     names = [field.name for field in dataclasses.fields(Cell)]
-    lines = [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
+    text = results.read_text() if results.exists() else ""
+    # a line without its end was cut by a crash: its cell counts as missing and append_line removes it
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return {Cell(**{name: line[name] for name in names}) for line in lines if line["plan"] == plan}
 
 
 def append_line(results: Path, line: dict[str, Any]) -> None:
-    """Add one line so that it survives a crash."""
+    """Add one line so that it survives a crash, in place of one that a crash had cut."""
     results.parent.mkdir(parents=True, exist_ok=True)
-    with open(results, "a") as file:
-        file.write(json.dumps(line) + "\n")
+    with open(results, "ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(line).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
