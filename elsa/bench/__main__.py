@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from elsa.bench.plans import PLANS
-from elsa.bench.run import run_plan
+from elsa.bench.run import repeat_cell, run_plan
 from elsa.config import ElsaConfig, parse_settings
 from elsa.errors import UserError
 
@@ -19,14 +19,20 @@ def main(arguments: list[str]) -> int:
     run = commands.add_parser("run", help="run the cells of PLAN that have no line in RESULTS yet")
     run.add_argument("plan", choices=sorted(PLANS))
     run.add_argument("--results", type=Path, default=Path("results/results.jsonl"))
-    run.add_argument("--cifar10", type=Path, required=True, help="folder cifar-10-batches-bin")
     run.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is started")
-    run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    run.add_argument("--preset", default="fast")
-    run.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
+    repeat = commands.add_parser("repeat", help="fit one cell twice with one seed: how far do the scores differ?")
+    repeat.set_defaults(plan="pilot")
+    for command in (run, repeat):
+        command.add_argument("--cifar10", type=Path, required=True, help="folder cifar-10-batches-bin")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        command.add_argument("--preset", default="fast")
+        command.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
     given = parser.parse_args(arguments)
     try:
         settings = {"preset": given.preset, **parse_settings(ElsaConfig, given.settings)}
+        if "results" not in given:
+            print(repeat_cell(given.cifar10, given.device, settings, _print_now_and_then))
+            return 0
         added = run_plan(
             given.plan, given.results, given.cifar10, given.budget, given.device, settings, _print_now_and_then
         )

@@ -6,8 +6,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from elsa.bench import run as module
+from elsa.bench.__main__ import main
 from elsa.bench.plans import PLANS, Cell, next_classes
-from elsa.bench.run import append_line, auroc_per_class, finished_cells, run_plan
+from elsa.bench.run import append_line, auroc_per_class, finished_cells, repeat_cell, run_plan
 from elsa.data.benchmarks import CIFAR10_CLASSES
 from elsa.errors import UserError
 from elsa.progress import silent
@@ -112,3 +113,19 @@ def test_scenario_2_has_its_ninety_priority_cells_grouped_by_encoder():
     order = [cell.encoder for cell in cells]
     assert len(set(order)) == 30
     assert order == sorted(order, key=order.index)
+
+
+def test_two_fits_with_one_seed_agree_on_a_cpu():
+    line = repeat_cell(None, "cpu", QUICK, silent)
+    assert line.startswith("two fits with seed 0 on cpu: AUROC ")
+    assert line.endswith("largest difference of a score 0 standard deviations")
+
+
+def test_the_command_refuses_what_the_user_can_put_right_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()  # the real loader
+    assert main(["run", "pilot", "--cifar10", str(tmp_path), "--results", str(tmp_path / "r")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+    assert main(["repeat", "--cifar10", str(tmp_path), "--set", "tua=1"]) == 2
+    assert "there is no setting 'tua'" in capsys.readouterr().err
