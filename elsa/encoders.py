@@ -7,30 +7,20 @@ lacks (5-neighbour AUROC on CIFAR-10 falls from 94.8 to 78.2 when the mean is su
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import interpolate
 
+from elsa.detectors.inputs import Images
 from elsa.errors import UserError
 from elsa.mobilenet import FEATURES, MobileNetV2, fused, network_from, read_mobilenet_v2
 from elsa.progress import Progress, silent
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+BATCH = 16  # the fastest on CPUs, whose caches hold its activations: 1,770 views/s at 96 px against 780 with 256
 VIEWS = ("image", "image and its flip")
-
-
-class Images(Protocol):
-    """A uint8 tensor [N, C, H, W] or memory-mapped shards that answer like one."""
-
-    @property
-    def shape(self) -> Any: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -55,13 +45,19 @@ def parse_encoder(text: str) -> Encoder:
     return Encoder(kind, net, Path(file).name, sha256)
 
 
+def restore_encoder(weights: dict[str, Tensor], name: str, file: str, sha256: str) -> Encoder:
+    """The encoder whose weights a MODEL carries."""
+    assert name == "mobilenet_v2", name
+    return Encoder(name, network_from(weights, f"from {file}"), file, sha256)
+
+
 def embed(
     encoder: Encoder,
     images: Images,
     *,
     size: int | None = None,
     views: str = "image and its flip",
-    batch: int = 64,
+    batch: int = BATCH,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tensor:
@@ -80,7 +76,7 @@ def embed_batches(
     *,
     size: int | None = None,
     views: str = "image and its flip",
-    batch: int = 64,
+    batch: int = BATCH,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Iterator[Tensor]:
@@ -101,7 +97,7 @@ def embed_batches(
         with torch.inference_mode():
             pixels = part.to(device).float().div(255)
             if pixels.shape[-2:] != (size, size):
-                pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+                pixels = interpolate(pixels, (size, size), mode="bilinear", antialias=True)
             pixels = pixels.expand(-1, 3, -1, -1).sub(mean).div(std).contiguous(memory_format=torch.channels_last)
             vectors = net(pixels)
             if views == "image and its flip":

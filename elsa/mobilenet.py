@@ -5,6 +5,7 @@ The names of the parameters are those of that file, so that it can be read stric
 
 import hashlib
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Mapping
@@ -61,11 +62,15 @@ def fused(net: MobileNetV2) -> MobileNetV2:
     for module in list(copy.modules()):
         if isinstance(module, nn.Sequential):
             children = list(module.named_children())
-            for (conv_name, conv), (norm_name, norm) in zip(children, children[1:], strict=False):
+            for (conv_name, conv), (norm_name, norm) in itertools.pairwise(children):
                 if isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
                     setattr(module, conv_name, fuse_conv_bn_eval(conv, norm))
                     setattr(module, norm_name, nn.Identity())
-    return copy.to(memory_format=torch.channels_last).requires_grad_(False)
+    for parameter in copy.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim == 4:  # nn.Module.to(memory_format=...) in a form that mypy knows
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return copy
 
 
 def read_mobilenet_v2(file: Path, sha256: str | None = None) -> tuple[MobileNetV2, str]:
