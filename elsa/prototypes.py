@@ -27,9 +27,11 @@ def spherical_kmeans(z_ND: Tensor, num_prototypes: int, generator: torch.Generat
         # a product with the one-hot matrix, not index_add: the latter adds in random order on a GPU
         member_KN = F.one_hot(member_N, num_prototypes).to(z_ND.dtype).T
         sums_KD = member_KN @ z_ND
-        # an empty cluster takes one of the embeddings that are served worst
-        worst_KD = z_ND[best_N.argsort(stable=True)[:num_prototypes]]
-        sums_KD = torch.where(member_KN.sum(dim=1, keepdim=True) > 0, sums_KD, worst_KD)
+        # the first empty cluster takes the embedding served worst, the second the next, and so on
+        empty_K = member_KN.sum(dim=1) == 0
+        worst_N = best_N.argsort(stable=True)
+        replacement_KD = z_ND[worst_N[(empty_K.cumsum(0) - 1).clamp(min=0)]]
+        sums_KD = torch.where(empty_K[:, None], replacement_KD, sums_KD)
         updated_KD = F.normalize(sums_KD, dim=1)
         settled = torch.equal(updated_KD, prototypes_KD)
         prototypes_KD = updated_KD
@@ -41,7 +43,7 @@ def spherical_kmeans(z_ND: Tensor, num_prototypes: int, generator: torch.Generat
 def _spread_start(z_ND: Tensor, num_prototypes: int, generator: torch.Generator) -> Tensor:
     """k-means++: each next start is drawn with probability proportional to its distance from the ones chosen."""
     uniform_K = torch.rand(num_prototypes, generator=generator, dtype=torch.float64).to(z_ND.device)
-    chosen = (uniform_K[:1] * len(z_ND)).long()
+    chosen = (uniform_K[:1] * len(z_ND)).long().clamp(max=len(z_ND) - 1)
     distance_N = (1 - z_ND @ z_ND[chosen].T).flatten().clamp(min=0)
     for k in range(1, num_prototypes):
         cumulative_N = distance_N.double().cumsum(0)

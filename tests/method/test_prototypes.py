@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.cluster import KMeans
 
+from elsa import prototypes as module
 from elsa.errors import UserError
 from elsa.prototypes import spherical_kmeans
 
@@ -71,10 +72,18 @@ def test_identical_embeddings_are_no_reason_to_fail():
     assert prototypes_of(z, 11).isfinite().all()
 
 
-def test_an_empty_cluster_takes_the_embedding_served_worst():
-    z = F.normalize(torch.cat([torch.ones(50, 3), torch.tensor([[1.0, -1.0, 0.0]])]), dim=1)
-    found = prototypes_of(z, 3)
-    assert (found @ z[-1] > 0.99).any()
+def test_an_empty_cluster_takes_the_embedding_served_worst(monkeypatch):
+    z = F.normalize(torch.tensor([[1.0, 0.1, 0], [1, -0.1, 0], [1, 0, 0.1], [0.5, 1, 0], [-1, 0.2, 0]]), dim=1)
+    monkeypatch.setattr(module, "_spread_start", lambda *_: z[:1].expand(3, -1))  # two of three clusters are empty
+    found = prototypes_of(z, 3, iterations=1)
+    torch.testing.assert_close(found[1:], z[[4, 3]])
+    torch.testing.assert_close(found[0], F.normalize(z.sum(dim=0), dim=0))
+
+
+def test_a_draw_that_rounds_up_to_one_still_names_an_embedding(monkeypatch):
+    _, z = groups()
+    monkeypatch.setattr(torch, "rand", lambda count, **_: torch.ones(count, dtype=torch.float64))
+    assert prototypes_of(z, 5).isfinite().all()
 
 
 def test_more_prototypes_than_embeddings_are_refused():
