@@ -98,7 +98,7 @@ class KDEDetector:
     def fit(self, images: Images, labels: Sequence[str | None]) -> "KDEDetector":
         """Keep everything but labelled anomalies and choose the bandwidth."""
         train, held_out = hold_out(not_anomalies(checked(images, labels)), self.seed)
-        self.rows_ND_ = as_rows(images, subsample(train, MOST_TRAINED_ON, self.seed)).to(self.device)
+        self.rows_ND_ = as_rows(images, subsample(train, MOST_TRAINED_ON, self.seed)).to(self.device).double()
         self.num_features_ = self.rows_ND_.shape[1]
         self.bandwidth_ = self.bandwidth or likeliest_bandwidth(_some(self.rows_ND_, self.seed))
         self.calibration_ = scored(as_rows(images, held_out), self.num_features_, self._score)

@@ -56,7 +56,7 @@ class KNNDetector:
         return (nearest_Bk / 2 if self.metric_ == "cosine" else nearest_Bk.sqrt()).mean(dim=1).cpu()
 
     def _prepared(self, rows_ND: Tensor) -> Tensor:
-        return normalize(rows_ND.double(), dim=1) if self.metric_ == "cosine" else rows_ND
+        return normalize(rows_ND.double(), dim=1) if self.metric_ == "cosine" else rows_ND.double()
 
 
 class LogisticDetector:

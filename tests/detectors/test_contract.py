@@ -71,9 +71,11 @@ def test_scores_do_not_depend_on_the_rest_of_the_batch(name, fitted):
     _, _, test, _ = inputs(name)
     together = fitted.anomaly_score(test)
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(fitted.anomaly_score(test[order]), together[order], rtol=1e-5, atol=1e-5)
+    # The head counts in standard deviations of normal images, which this toy makes tiny: its scores reach 1,300.
+    close = {"rtol": 1e-5, "atol": 1e-5 * max(1.0, together.std().item())}
+    torch.testing.assert_close(fitted.anomaly_score(test[order]), together[order], **close)
     alone = torch.cat([fitted.anomaly_score(test[n : n + 1]) for n in range(5)])
-    torch.testing.assert_close(alone, together[:5], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(alone, together[:5], **close)
 
 
 def test_fit_returns_the_detector_and_leaves_its_input_alone(name):

@@ -110,6 +110,12 @@ def test_a_subsample_is_in_order_and_as_large_as_asked():
     assert torch.equal(subsample(index, 50, seed=0), index)
 
 
+@pytest.mark.parametrize("number", [3, 5])
+def test_another_number_of_labels_than_images_is_refused(number):
+    with pytest.raises(UserError, match=f"4 images and {number} labels"):
+        checked(pixels(4), [""] * number)
+
+
 def test_labels_become_codes_and_labelled_anomalies_are_set_aside():
     codes = checked(pixels(4), ["normal", "anomaly", "", None])
     assert codes.tolist() == [1, -1, 0, 0]

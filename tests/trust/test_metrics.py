@@ -1,4 +1,6 @@
+import doctest
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,6 +59,8 @@ def test_auroc_refuses_label_codes_in_place_of_a_mask():
 def test_recall_of_95_percent_of_20_anomalies_is_19_of_them():
     a, n = np.arange(20.0), np.array([0.5, 1.0, 1.5])
     assert fpr_at_recall(a, n) == pytest.approx(2 / 3)  # threshold 1.0: the second lowest anomaly
+    # .07 * 100 is 7.000000000000001, which must ask for 7
+    assert fpr_at_recall(np.arange(100.0), np.array([92.5, 93.5]), recall=0.07) == 0.5
 
 
 def test_evaluate_states_the_figures_and_leaves_unlabelled_images_out():
@@ -209,9 +213,13 @@ def test_intervals_depend_on_the_seed_alone_and_not_on_order():
 def test_chunks_of_replicates_are_all_counted(monkeypatch):
     a, n = problem(41, 97)
     whole = bootstrap_intervals(a, n, replicates=4000)
+    drawn, replicates = [], metrics._replicates
     monkeypatch.setattr(metrics, "NUMBERS_PER_CHUNK", 83 * 7)
+    monkeypatch.setattr(metrics, "_replicates", lambda *given: drawn.append(given[3]) or replicates(*given))
     for name, interval in bootstrap_intervals(a, n, replicates=4000).items():
         np.testing.assert_allclose(interval, whole[name], atol=0.02)
+    assert max(drawn) == 7
+    assert sum(drawn) == 4000
 
 
 def test_more_confidence_is_a_wider_interval_and_more_images_a_narrower_one():
@@ -234,6 +242,12 @@ def test_snapping_a_large_set_to_5000_levels_leaves_its_intervals_alone(monkeypa
     assert len(np.unique(levels_a)) <= 5000
     for formula in (average_precision, fpr_at_recall, metrics._auroc):
         assert formula(levels_a, levels_n) == pytest.approx(formula(a, n), abs=5e-4)
+
+
+def test_the_example_in_the_documentation_is_true():
+    failed, tried = doctest.testfile(str(Path(__file__).parents[2] / "docs" / "metrics.md"), module_relative=False)
+    assert failed == 0
+    assert tried == 4
 
 
 def test_bad_input_is_refused_in_one_line():
