@@ -7,7 +7,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def run_demo(folder: Path, from_scratch: bool = False, progress: Progress = sile
         scores = detector.anomaly_score(contender.inputs[split.test_index])
         evaluations[contender.name].append(evaluate(scores.numpy(), _words(split.test_anomaly)))
         if seed == seeds[0]:
-            scored[contender.name] = detector.anomaly_score(contender.inputs[split.train_index]), scores
+            scored[contender.name] = contender.train_scores(detector, contender.inputs[split.train_index]), scores
     progress("compare", steps, steps, {})
 
     train_scores, test_scores = scored["elsa"]
@@ -142,6 +142,8 @@ class Contender:
     inputs: Tensor
     note: str
     settings: dict[str, Any] = field(default_factory=dict)
+    train_scores: Callable[[Any, Tensor], Tensor] = lambda detector, inputs: detector.anomaly_score(inputs)
+    """Scores of the images it was fitted on."""
 
 
 def _pretrained(images: Tensor, splits: Sequence[DemoSplit], progress: Progress) -> list[Contender]:
@@ -154,7 +156,14 @@ def _pretrained(images: Tensor, splits: Sequence[DemoSplit], progress: Progress)
     vectors = torch.full((len(images), encoder.features), torch.nan)
     vectors[needed] = embed(encoder, images[needed], progress=progress)
     return [
-        Contender("elsa", "elsa-head", vectors, "embeddings, labels and the rest"),
+        Contender(
+            "elsa",
+            "elsa-head",
+            vectors,
+            "embeddings, labels and the rest",
+            # the head remembers training images as neighbours: scored anew, each would be its own
+            train_scores=lambda detector, inputs: detector.train_scores_,
+        ),
         Contender("logistic", "logistic", vectors, "embeddings, the labels alone"),
         Contender("knn", "knn", vectors, "embeddings, no labels"),
         *_on_pixels(images),

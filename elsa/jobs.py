@@ -165,8 +165,9 @@ def _plan(
     pretrained = kind == "mobilenet_v2"
     method = method or ("elsa-head" if pretrained else "elsa+")
     if pretrained != (method == "elsa-head") and (encoder is not None or method == "elsa-head"):
+        given = f"with --encoder {encoder}" if encoder else "without --encoder"
         raise UserError(
-            f"--method {method} with --encoder {encoder}: elsa-head takes mobilenet_v2:FILE, "
+            f"--method {method} {given}: elsa-head takes mobilenet_v2:FILE, "
             f"elsa and elsa+ take resnet18 or tiny; change one of the two"
         )
     if method == "elsa-head":
