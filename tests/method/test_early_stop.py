@@ -29,6 +29,8 @@ def test_copies_are_drawn_once_for_a_seed():
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], early_stop_copies(photos(7), CONFIG, 4)[0])
     assert (first[0] - first[1]).abs().mean() > 0.1  # the strong copy is far from the weak one
+    many = early_stop_copies(photos(64), CONFIG, 3)
+    assert many[1].mean() < 0.8 * many[0].mean()  # and comes second: strong operations darken
 
 
 def test_the_score_is_the_mean_over_groups_and_high_when_strong_copies_have_high_energy(monkeypatch):

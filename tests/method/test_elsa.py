@@ -231,6 +231,43 @@ def test_a_run_cut_at_any_epoch_resumes_to_the_same_bits(tmp_path, monkeypatch, 
         assert (stage, epoch) not in stages  # what was done is not done again
 
 
+def test_a_resumed_run_goes_on_with_its_last_prototypes_not_with_the_best_ones(tmp_path, monkeypatch):
+    from elsa import finetune as module
+
+    monkeypatch.setattr(checkpoint_module, "SECONDS_BETWEEN", 0.0)
+    settings = {**TOY_SETTINGS, "pretrain_epochs": 1, "finetune_epochs": 4, "prototypes_every": 2}
+    falling = {"score": 0.0}  # the first epoch is the best one; prototypes are new in the third
+
+    def score(*_):
+        falling["score"] -= 1
+        return falling["score"]
+
+    monkeypatch.setattr(module, "early_stop_score", score)
+    whole = Elsa(**settings).fit(IMAGES, LABELS).history_
+    path, falling["score"] = tmp_path / "c", 0.0
+
+    def cut(stage, done, total, figures):
+        if (stage, done) == ("finetune", 4):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Elsa(**settings, checkpoint=path, progress=cut).fit(IMAGES, LABELS)
+    falling["score"] = -3.0
+    assert Elsa(**settings, checkpoint=path).fit(IMAGES, LABELS).history_ == whole
+
+
+def test_every_epoch_and_seed_has_draws_of_its_own(monkeypatch):
+    from elsa import finetune, pretrain
+
+    drawn = []
+    for module in (pretrain, finetune):
+        original = module.draw
+        monkeypatch.setattr(module, "draw", lambda n, g, original=original: drawn.append(original(n, g)) or drawn[-1])
+    for seed in (0, 1):
+        fitted(seed=seed, pretrain_epochs=2, finetune_epochs=2)
+    assert len({draws.sum().item() for draws in drawn}) == len(drawn) == 12
+
+
 def test_a_checkpoint_of_another_fit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "SECONDS_BETWEEN", 0.0)
     path = tmp_path / "c"
