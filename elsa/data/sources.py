@@ -142,7 +142,7 @@ def _check_inside(path: Path, root: Path, given: str) -> None:
 
 def _folder_word(source: Path, name: str, words: dict[str, str]) -> str:
     """What a sub-folder at the first or second level says about an image, such as its label."""
-    found = {words[part.casefold()] for part in PurePosixPath(name).parts[:-1][:2] if part.casefold() in words}
+    found = {words[part.casefold()] for part in PurePosixPath(name).parts[:2] if part.casefold() in words}
     if len(found) > 1:
         raise UserError(
             f"{source / name} lies in two folders that contradict each other: {' and '.join(sorted(found))}"

@@ -65,6 +65,28 @@ def test_same_hash_with_other_brightness_is_no_copy():
     assert near_groups(hashes, thumbnails) == []
 
 
+def test_a_spot_or_a_shade_makes_another_image():
+    flat = np.full((2, 256), 100, np.uint8)
+    same = np.zeros(2, np.uint64)
+    assert near_groups(same, flat) == [[0, 1]]
+    for changed, groups in ((112, [[0, 1]]), (113, [])):
+        spot = flat.copy()
+        spot[1, 40] = changed  # by 12 of 255 in one place, and by 13
+        assert near_groups(same, spot) == groups
+    for changed, groups in ((102, [[0, 1]]), (103, [])):
+        shade = flat.copy()
+        shade[1] = changed  # by 2 of 255 everywhere, and by 3
+        assert near_groups(same, shade) == groups
+
+
+def test_copies_need_not_be_neighbours_in_their_band():
+    first = 0
+    last = 1 << 13 | 1 << 26 | 1 << 39 | 1 << 52  # 4 bits away, and alike in the lowest band alone
+    between = (1 << 52) - (1 << 13)
+    thumbnails = np.full((3, 256), 100, np.uint8)
+    assert near_groups(np.array([first, between, last], np.uint64), thumbnails) == [[0, 2]]
+
+
 def test_every_pair_a_full_comparison_finds_is_in_one_group():
     rng = np.random.default_rng(0)
     hashes, thumbnails = look([photo(seed) for seed in range(40)])

@@ -71,7 +71,7 @@ def test_a_later_run_takes_all_from_the_cache_and_a_changed_file_renews_it(folde
     assert torch.equal(again.images[:], first.images[:])
     save(folder / "0.png", colour=(200, 200, 200))
     assert load_images(open_source(folder), **arguments).images[:1].max() == 200
-    assert load_images(open_source(folder), size=64, **arguments).images.shape[2] == 64
+    assert load_images(open_source(folder), size=96, **arguments).images.shape[2] == 96
 
 
 def test_channels_follow_the_data(folder):
