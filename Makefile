@@ -12,6 +12,9 @@ PYTHON ?= $(shell for p in $(PYTHONS); do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# Tests beside other work: see elsa/cli.py.
+export OMP_WAIT_POLICY ?= passive
+
 .PHONY: help demo test check format lint types docs smoke clean
 
 help:
