@@ -55,8 +55,10 @@ class HeadConfig:
     """Most training images remembered as neighbours."""
     neighbour_tau: float = 0.02
     """Temperature of the neighbour energy; so low that it is about the distance to the nearest few."""
-    neighbour_weight: float = 1.0
-    """What the neighbour energy weighs beside the learned one, both in standard deviations of the training images."""
+    neighbour_weight: float = 0.5
+    """What the neighbour energy weighs beside the learned one when the labelled anomalies are of many kinds."""
+    neighbour_weight_one_kind: float = 3.0
+    """The same when they are all of one kind: then the labels say little about the other kinds there may be."""
     size: int = 0
     """Side in pixels at which the encoder sees an image; 0 chooses by the size of the images."""
     views: str = "image and its flip"
@@ -73,7 +75,7 @@ class HeadConfig:
         for name, least in (("rank", 1), ("iterations", 0), ("memory", FOLDS), ("size", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: must be at least {least}")
-        for name in ("penalty", "neighbour_weight"):
+        for name in ("penalty", "neighbour_weight", "neighbour_weight_one_kind"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"{name}={getattr(self, name)}: must be finite and not negative")
         for name, most in (("normal_share", 1.0), ("suspects", 0.5)):
@@ -107,8 +109,9 @@ class ElsaHead:
         """Train on uint8 images [N, C, H, W] or on their embeddings [N, D], and their label words."""
         label_N = checked(images, labels)
         _, held_out = hold_out(_calibration_candidates(label_N), self.seed)
+        self.size_ = self.config.size
         if kind_of(images) == "images":
-            self.size_ = self.config.size or input_size(max(images.shape[2:]))
+            self.size_ = self.size_ or input_size(max(images.shape[2:]))
         z_ND = torch.cat(list(self._embedded(images, self.progress)))
         train = torch.ones(len(label_N), dtype=torch.bool).index_fill(0, held_out, False).nonzero().flatten()
 
@@ -122,13 +125,15 @@ class ElsaHead:
 
     def anomaly_score(self, images: Images) -> Tensor:
         """Learned plus neighbour energy of images or embeddings; higher is more anomalous."""
+        self._check_features(images)
         scores = [self._combined(self._energies(z_BD)) for z_BD in self._embedded(images, self.progress)]
-        return torch.cat([torch.empty(0), *scores])
+        return torch.cat([torch.empty(0, dtype=torch.float64), *scores])
 
     def prototype_of(self, images: Images) -> Tensor:
         """The index of the prototype each image is closest to, in the learned space."""
+        self._check_features(images)
         nearest = [
-            (moved(z_BD, self.down_DR_, self.up_RD_) @ self.prototypes_KD_.T).argmax(dim=1).cpu()
+            (moved(z_BD, self.down_DR_, self.up_RD_) @ self.prototypes_KD_.T).argmax(dim=1)
             for z_BD in self._embedded(images)
         ]
         return torch.cat([torch.empty(0, dtype=torch.long), *nearest])
@@ -148,12 +153,13 @@ class ElsaHead:
         about: dict[str, Any] = {
             "settings": dataclasses.asdict(self.config),
             "seed": self.seed,
+            "size": self.size_,
             "learned": self.learned_,
+            "neighbour_weight": self.neighbour_weight_,
         }
         if self.encoder is not None:
             tensors |= {f"encoder/{name}": tensor for name, tensor in self.encoder.net.state_dict().items()}
             about["encoder"] = {"name": self.encoder.name, "file": self.encoder.file, "sha256": self.encoder.sha256}
-            about["size"] = getattr(self, "size_", self.config.size)
         return tensors, about
 
     @classmethod
@@ -166,18 +172,17 @@ class ElsaHead:
             weights = {k.removeprefix("encoder/"): t for k, t in tensors.items() if k.startswith("encoder/")}
             encoder = restore_encoder(weights, **about["encoder"])
         head = cls(seed=about["seed"], device=device, progress=progress, encoder=encoder, **about["settings"])
-        if about.get("size"):
-            head.size_ = about["size"]
-        head.prototypes_KD_, head.memory_MD_ = tensors["prototypes"].to(device), tensors["memory"].to(device)
-        head.down_DR_, head.up_RD_ = tensors["map/down"].to(device), tensors["map/up"].to(device)
+        head.prototypes_KD_, head.memory_MD_ = tensors["prototypes"], tensors["memory"]
+        head.down_DR_, head.up_RD_ = tensors["map/down"], tensors["map/up"]
         head.centre_, head.scale_, head.learned_ = tensors["centre"], tensors["scale"], about["learned"]
+        head.neighbour_weight_, head.size_ = about["neighbour_weight"], about["size"]
         head.calibration_, head.train_scores_ = tensors["calibration"], tensors["train_scores"]
         return head
 
     def _learn(self, z_ND: Tensor, label_N: Tensor, trusted: Tensor) -> None:
         """Prototypes, map, memory and scales from the trusted places; then the scores of all N, each without itself."""
         config = self.config
-        z, label = z_ND[trusted], label_N[trusted].to(z_ND.device)
+        z, label = z_ND[trusted], label_N[trusted]
         self.prototypes_KD_ = spherical_kmeans(
             z[label != ANOMALY], config.num_prototypes, generator(self.seed, "prototypes"), KMEANS_ITERATIONS
         )
@@ -185,6 +190,8 @@ class ElsaHead:
         self.learned_ = bool((label == ANOMALY).any())
         maps = learn_map(z, label, self.prototypes_KD_, config, self.seed) if self.learned_ else no_map(z, config.rank)
         self.down_DR_, self.up_RD_ = maps
+        alike = likeness(z[label == ANOMALY], z[label != ANOMALY])
+        self.neighbour_weight_ = (1 - alike) * config.neighbour_weight + alike * config.neighbour_weight_one_kind
 
         remembered = subsample(trusted[label_N[trusted] != ANOMALY], config.memory, fold(self.seed, "memory"))
         self.memory_MD_ = z_ND[remembered]
@@ -196,57 +203,88 @@ class ElsaHead:
         self._suspicion_N = energies_N2[:, 0 if self.learned_ else 1]
 
     def _energies(self, z_BD: Tensor) -> Tensor:
-        """Learned and neighbour energy [B, 2] of unit embeddings, on the CPU."""
-        learned_B = energy(moved(z_BD, self.down_DR_, self.up_RD_), self.prototypes_KD_, self.config.tau)
-        return torch.stack([learned_B, energy(z_BD, self.memory_MD_, self.config.neighbour_tau)], dim=1).cpu()
+        """Learned and neighbour energy [B, 2] of unit embeddings.
+
+        In double precision: divided by so low a temperature, float32 rounds differently in batches of another size.
+        """
+        z_BD = z_BD.double()
+        moved_BD = moved(z_BD, self.down_DR_.double(), self.up_RD_.double())
+        learned_B = energy(moved_BD, self.prototypes_KD_.double(), self.config.tau)
+        neighbour_B = energy(z_BD, self.memory_MD_.double(), self.config.neighbour_tau)
+        return torch.stack([learned_B, neighbour_B], dim=1)
 
     def _energies_of_the_remembered(self) -> Tensor:
         """Neighbour energy [M] of each remembered image without the tenth of the memory that it is in itself."""
-        fold_M = torch.arange(len(self.memory_MD_)) % FOLDS
-        energy_M = torch.empty(len(fold_M))
-        for number in range(min(FOLDS, len(fold_M))):
+        memory_MD = self.memory_MD_.double()
+        fold_M = torch.arange(len(memory_MD)) % FOLDS
+        energy_M = memory_MD.new_empty(len(memory_MD))
+        for number in fold_M.unique():
             inside = fold_M == number
-            rest = self.memory_MD_[~inside.to(self.memory_MD_.device)]
-            parts = self.memory_MD_[inside.to(self.memory_MD_.device)].split(SCORED_AT_ONCE)
-            energy_M[inside] = torch.cat([energy(part, rest, self.config.neighbour_tau).cpu() for part in parts])
+            energy_M[inside] = energy(memory_MD[inside], memory_MD[~inside], self.config.neighbour_tau)
         return energy_M
 
     def _combined(self, energies_B2: Tensor) -> Tensor:
         learned_B, neighbour_B = ((energies_B2 - self.centre_) / self.scale_).unbind(dim=1)
-        return learned_B + self.config.neighbour_weight * neighbour_B if self.learned_ else neighbour_B
+        return learned_B + self.neighbour_weight_ * neighbour_B if self.learned_ else neighbour_B
 
-    def _embedded(self, images: Images, progress: Progress = silent) -> Iterator[Tensor]:
-        """Unit embeddings [B, D] on the device, a batch at a time."""
-        if kind_of(images) == "images":
-            yield from (normalize(part.to(self.device), dim=1) for part in self._encoded(images, progress))
-            return
-        expected = self.memory_MD_.shape[1] if hasattr(self, "memory_MD_") else images.shape[1]
-        if images.shape[1] != expected:
+    def _check_features(self, images: Images) -> None:
+        expected = self.memory_MD_.shape[1]
+        if kind_of(images) == "vectors" and images.shape[1] != expected:
             raise UserError(
                 f"vectors of {images.shape[1]} numbers, the head was fitted on {expected}: embed with the same encoder"
             )
+
+    def _embedded(self, images: Images, progress: Progress = silent) -> Iterator[Tensor]:
+        """Unit embeddings [B, D], a batch at a time."""
+        if kind_of(images) == "images":
+            yield from (normalize(part, dim=1) for part in self._encoded(images, progress))
+            return
         for start in range(0, len(images), SCORED_AT_ONCE):
             part = images[start : start + SCORED_AT_ONCE].float()
             if not part.isfinite().all():
                 raise UserError(
                     "vectors hold NaN or infinite numbers: only finite ones are allowed; embed these images again"
                 )
-            yield normalize(part.to(self.device), dim=1)
+            yield normalize(part, dim=1)
 
     def _encoded(self, images: Images, progress: Progress) -> Iterator[Tensor]:
         if self.encoder is None:
             raise UserError(
                 "elsa-head was given images and has no encoder: pass encoder='mobilenet_v2:FILE', or embeddings [N, D]"
             )
-        size = getattr(self, "size_", 0) or self.config.size or input_size(max(images.shape[2:]))
         return embed_batches(
-            self.encoder, images, size=size, views=self.config.views, device=self.device, progress=progress
+            self.encoder,
+            images,
+            size=self.size_ or None,
+            views=self.config.views,
+            device=self.device,
+            progress=progress,
         )
 
 
 def moved(z_BD: Tensor, down_DR: Tensor, up_RD: Tensor) -> Tensor:
     """Unit embeddings after the map z + (z down) up; the embeddings themselves while `up` is zero."""
     return normalize(z_BD + z_BD @ down_DR @ up_RD, dim=1)
+
+
+def likeness(anomalies_AD: Tensor, normals_ND: Tensor) -> float:
+    """How much the anomalies are of one kind: 0 if no more alike than anomaly and normal are, 1 if as alike as normals.
+
+    One anomaly is of one kind.
+    """
+    if len(anomalies_AD) < 2 or len(normals_ND) < 2:
+        return 1.0
+    across = (anomalies_AD.mean(dim=0) @ normals_ND.mean(dim=0)).item()
+    among_anomalies, among_normals = mean_similarity(anomalies_AD), mean_similarity(normals_ND)
+    if among_anomalies <= across or among_anomalies >= among_normals:
+        return float(among_anomalies > across)
+    return (among_anomalies - across) / (among_normals - across)
+
+
+def mean_similarity(z_ND: Tensor) -> float:
+    """The mean cosine of two different ones among unit embeddings; a sum over pairs without the N x N matrix."""
+    count = len(z_ND)
+    return ((z_ND.sum(dim=0).square().sum() - count) / (count * (count - 1))).item()
 
 
 def no_map(z_ND: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -262,8 +300,8 @@ def learn_map(
     Each group pays its mean loss, so that 30 labels are heard among thousands of images.
     """
     num_features = z_ND.shape[1]
-    down_DR = torch.randn(num_features, config.rank, generator=generator(seed, "map")) * (10 / math.sqrt(num_features))
-    down_DR = down_DR.to(z_ND.device).requires_grad_()
+    down_DR = torch.randn(num_features, config.rank, generator=generator(seed, "map")) / math.sqrt(num_features)
+    down_DR.requires_grad_()
     up_RD = z_ND.new_zeros(config.rank, num_features).requires_grad_()
     optimizer = torch.optim.LBFGS([down_DR, up_RD], max_iter=config.iterations, line_search_fn="strong_wolfe")
 
