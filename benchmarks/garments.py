@@ -1,0 +1,188 @@
+"""Ten garments of Fashion-MNIST, each in turn the normal one: Elsa's head beside what else could be done.
+
+Run: python benchmarks/garments.py FOLDER WEIGHTS [--seeds 0 1 2] [--detectors NAME ...] [--from-scratch]
+     python benchmarks/garments.py --table [--results FILE]
+FOLDER holds the four .gz files (Debian: package dataset-fashion-mnist, /usr/share/datasets/fashion-mnist), WEIGHTS is
+torchvision's mobilenet_v2-b0353104.pth. Training images come from the train file, test images from the test file: 1,350
+normal, of which 30 are labelled, 150 hidden others, 30 labelled others; 500 and 500 to test. One JSON line is appended
+to the results for each (garment, seed, detector) that is missing there, so a killed run goes on where it stopped.
+--from-scratch adds Elsa+ on a tiny network that has seen nothing but the training images, as in `elsa demo`.
+--table writes the lines as a table into docs/head.md.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from elsa.bench.run import append_line, provenance
+from elsa.data.benchmarks import FASHION_MNIST_CLASSES, load_fashion_mnist
+from elsa.data.demo import DemoSplit, demo_split
+from elsa.demo import FROM_SCRATCH
+from elsa.detectors import build
+from elsa.encoders import embed, parse_encoder
+from elsa.trust.metrics import auroc
+
+PLAN = "garments"
+RESULTS = Path("results/garments.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "head.md"
+ON_VECTORS = {
+    "elsa-head": "embeddings, labels and the rest",
+    "logistic": "embeddings, the labels alone",
+    "knn-minus-anomalies": "embeddings; 5 neighbours, minus closeness to the labelled anomalies",
+    "knn": "embeddings, no labels",
+}
+ON_PIXELS = dict.fromkeys(("isolation-forest", "oc-svm", "kde"), "pixels, no labels")
+SCRATCH = {"elsa+": "pixels, from scratch (tiny network), and labels"}
+
+
+class NeighboursMinusCloseness:
+    """Cosine distance to the 5 nearest normal or unlabelled images plus the similarity to the 5 nearest anomalies."""
+
+    def fit(self, vectors: Tensor, labels: list[str]) -> "NeighboursMinusCloseness":
+        unit = normalize(vectors, dim=1)
+        anomaly = torch.tensor([label == "anomaly" for label in labels])
+        self.rest, self.anomalies = unit[~anomaly], unit[anomaly]
+        return self
+
+    def anomaly_score(self, vectors: Tensor) -> Tensor:
+        unit = normalize(vectors, dim=1)
+        to_rest, to_anomalies = ((unit @ known.T).topk(5).values.mean(dim=1) for known in (self.rest, self.anomalies))
+        return to_anomalies - to_rest
+
+
+def splits(train_classes: Tensor, test_classes: Tensor, normal: int, seed: int) -> tuple[DemoSplit, DemoSplit]:
+    """What to learn from, drawn from the train file, and what to test on, drawn from the test file."""
+    nothing = {"normals": 0, "hidden": 0, "labelled_normals": 0, "labelled_anomalies": 0}
+    return (
+        demo_split(train_classes.numpy(), normal, seed, test=0),
+        demo_split(test_classes.numpy(), normal, seed, **nothing),
+    )
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("weights", type=Path, nargs="?")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--detectors", nargs="+", choices=[*ON_VECTORS, *ON_PIXELS], default=[*ON_VECTORS, *ON_PIXELS])
+    parser.add_argument("--from-scratch", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.table:
+        write_table(options.results, PAGE)
+        return
+    if options.weights is None:
+        parser.error("FOLDER and WEIGHTS are needed to run, see --help")
+    chosen = [*options.detectors, *(SCRATCH if options.from_scratch else [])]
+    command = f"python benchmarks/garments.py FOLDER WEIGHTS --seeds {' '.join(map(str, options.seeds))}"
+    command += " --from-scratch" if options.from_scratch else ""
+    run(options.folder, options.weights, options.results, options.seeds, chosen, command)
+
+
+def run(folder: Path, weights: Path, results: Path, seeds: list[int], detectors: list[str], command: str) -> None:
+    """Append a line for everything that is missing."""
+    done = {(line["normal"], line["seed"], line["detector"]) for line in read_lines(results)}
+    train_images, train_classes, test_images, test_classes = load_fashion_mnist(folder)
+    tasks = [
+        (normal, seed, *splits(train_classes, test_classes, normal, seed))
+        for seed in seeds
+        for normal in range(len(FASHION_MNIST_CLASSES))
+    ]
+    began = time.perf_counter()
+    encoder = parse_encoder(f"mobilenet_v2:{weights}")
+
+    def embedded(images: Tensor, needed: np.ndarray) -> Tensor:
+        vectors = torch.full((len(images), encoder.features), torch.nan)
+        vectors[needed] = embed(encoder, images[needed])
+        return vectors
+
+    train_vectors = embedded(train_images, np.unique(np.concatenate([train.train_index for _, _, train, _ in tasks])))
+    test_vectors = embedded(test_images, np.unique(np.concatenate([test.test_index for _, _, _, test in tasks])))
+    embedding = time.perf_counter() - began
+    seconds_per_image = embedding / int((~train_vectors[:, 0].isnan()).sum() + (~test_vectors[:, 0].isnan()).sum())
+
+    for normal, seed, train, test in tasks:
+        for name in detectors:
+            garment = FASHION_MNIST_CLASSES[normal]
+            if (garment, seed, name) in done:
+                continue
+            on_vectors = name in ON_VECTORS
+            inputs = (train_vectors, test_vectors) if on_vectors else (train_images, test_images)
+            make: Callable[[], object] = lambda name=name, seed=seed: build(  # noqa: E731
+                name, seed=seed, **(FROM_SCRATCH if name in SCRATCH else {})
+            )
+            began = time.perf_counter()
+            detector = NeighboursMinusCloseness() if name == "knn-minus-anomalies" else make()
+            detector.fit(inputs[0][train.train_index], train.labels)
+            fitted = time.perf_counter()
+            scores = detector.anomaly_score(inputs[1][test.test_index])
+            seconds = {"fit": fitted - began, "score": time.perf_counter() - fitted}
+            if on_vectors:
+                seconds["embed"] = seconds_per_image * (len(train.labels) + len(test.test_index))
+            line = {
+                "plan": PLAN,
+                "detector": name,
+                "dataset": "fashion-mnist",
+                "normal": garment,
+                "labelled": "30 of the nine others, 30 normal",
+                "gamma_p": 0.1,
+                "seed": seed,
+                "auroc": round(100 * auroc(scores.numpy(), test.test_anomaly), 3),
+                "seconds": {stage: round(spent, 2) for stage, spent in seconds.items()},
+                **provenance("cpu"),
+                "command": command,
+            }
+            append_line(results, line)
+            print(
+                f"{garment:12} seed {seed}  {name:20} {line['auroc']:6.2f}  {sum(seconds.values()):5.1f} s", flush=True
+            )
+
+
+def read_lines(results: Path) -> list[dict]:
+    """The lines of the results so far."""
+    return [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
+
+
+def table(lines: list[dict]) -> str:
+    """Markdown: a row for each detector, best mean first; a column for each garment, the mean over its seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    seconds: dict[str, list[float]] = {}
+    for line in lines:
+        found.setdefault(line["detector"], {}).setdefault(line["normal"], []).append(line["auroc"])
+        seconds.setdefault(line["detector"], []).append(sum(line["seconds"].values()))
+    garments = [garment for garment in FASHION_MNIST_CLASSES if all(garment in row for row in found.values())]
+    rows = {name: [statistics.fmean(row[garment]) for garment in garments] for name, row in found.items()}
+    notes = ON_VECTORS | ON_PIXELS | SCRATCH
+    head = ["detector", "sees", *garments, "mean", "s"]
+    text = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name in sorted(rows, key=lambda name: -statistics.fmean(rows[name])):
+        figures = [f"{value:.1f}" for value in (*rows[name], statistics.fmean(rows[name]))]
+        text.append(f"| {name} | {notes[name]} | {' | '.join(figures)} | {statistics.fmean(seconds[name]):.1f} |")
+    return "\n".join(text)
+
+
+def write_table(results: Path, page: Path) -> None:
+    """Put the table between the marks in the page."""
+    lines = read_lines(results)
+    marked = re.compile(r"(<!-- garments -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    seeds = sorted({line["seed"] for line in lines})
+    caption = (
+        f"Seeds {', '.join(map(str, seeds))}; {len(lines)} runs; `s` is a run's mean seconds, its embedding included."
+    )
+    content = f"{table(lines)}\n\n{caption}"
+    page.write_text(marked.sub(lambda match: match[1] + content + match[2], page.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
