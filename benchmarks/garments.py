@@ -1,12 +1,12 @@
 """Ten garments of Fashion-MNIST, each in turn the normal one: Elsa's head beside what else could be done.
 
-Run: python benchmarks/garments.py FOLDER WEIGHTS [--seeds 0 1 2] [--detectors NAME ...] [--from-scratch]
+Run: python benchmarks/garments.py FOLDER WEIGHTS [--seeds 0 1 2] [--detectors NAME ...]
      python benchmarks/garments.py --table [--results FILE]
 FOLDER holds the four .gz files (Debian: package dataset-fashion-mnist, /usr/share/datasets/fashion-mnist), WEIGHTS is
 torchvision's mobilenet_v2-b0353104.pth. Training images come from the train file, test images from the test file: 1,350
 normal, of which 30 are labelled, 150 hidden others, 30 labelled others; 500 and 500 to test. One JSON line is appended
 to the results for each (garment, seed, detector) that is missing there, so a killed run goes on where it stopped.
---from-scratch adds Elsa+ on a tiny network that has seen nothing but the training images, as in `elsa demo`.
+--detectors elsa+ is a tiny network that has seen nothing but the training images, as in `elsa demo --from-scratch`.
 --table writes the lines as a table into docs/head.md.
 """
 
@@ -16,8 +16,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from elsa.data.benchmarks import FASHION_MNIST_CLASSES, load_fashion_mnist
 from elsa.data.demo import DemoSplit, demo_split
 from elsa.demo import FROM_SCRATCH
 from elsa.detectors import build
-from elsa.encoders import embed, parse_encoder
+from elsa.encoders import Encoder, embed, parse_encoder
 from elsa.trust.metrics import auroc
 
 PLAN = "garments"
@@ -75,8 +75,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("weights", type=Path, nargs="?")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--detectors", nargs="+", choices=[*ON_VECTORS, *ON_PIXELS], default=[*ON_VECTORS, *ON_PIXELS])
-    parser.add_argument("--from-scratch", action="store_true")
+    usual = [*ON_VECTORS, *ON_PIXELS]
+    parser.add_argument("--detectors", nargs="+", choices=[*usual, *SCRATCH], default=usual)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args(arguments)
     if options.table:
@@ -84,10 +84,9 @@ def main(arguments: list[str]) -> None:
         return
     if options.weights is None:
         parser.error("FOLDER and WEIGHTS are needed to run, see --help")
-    chosen = [*options.detectors, *(SCRATCH if options.from_scratch else [])]
     command = f"python benchmarks/garments.py FOLDER WEIGHTS --seeds {' '.join(map(str, options.seeds))}"
-    command += " --from-scratch" if options.from_scratch else ""
-    run(options.folder, options.weights, options.results, options.seeds, chosen, command)
+    command += "" if options.detectors == usual else f" --detectors {' '.join(options.detectors)}"
+    run(options.folder, options.weights, options.results, options.seeds, options.detectors, command)
 
 
 def run(folder: Path, weights: Path, results: Path, seeds: list[int], detectors: list[str], command: str) -> None:
@@ -95,58 +94,62 @@ def run(folder: Path, weights: Path, results: Path, seeds: list[int], detectors:
     done = {(line["normal"], line["seed"], line["detector"]) for line in read_lines(results)}
     train_images, train_classes, test_images, test_classes = load_fashion_mnist(folder)
     tasks = [
-        (normal, seed, *splits(train_classes, test_classes, normal, seed))
+        (name, normal, seed, *splits(train_classes, test_classes, normal, seed))
         for seed in seeds
-        for normal in range(len(FASHION_MNIST_CLASSES))
+        for normal, garment in enumerate(FASHION_MNIST_CLASSES)
+        for name in detectors
+        if (garment, seed, name) not in done
     ]
-    began = time.perf_counter()
-    encoder = parse_encoder(f"mobilenet_v2:{weights}")
+    on_vectors = [(train, test) for name, _, _, train, test in tasks if name in ON_VECTORS]
+    train_vectors = test_vectors = torch.empty(0)
+    seconds_per_image = 0.0
+    if on_vectors:
+        began = time.perf_counter()
+        encoder = parse_encoder(f"mobilenet_v2:{weights}")
+        train_vectors, train_count = embedded(encoder, train_images, [train.train_index for train, _ in on_vectors])
+        test_vectors, test_count = embedded(encoder, test_images, [test.test_index for _, test in on_vectors])
+        seconds_per_image = (time.perf_counter() - began) / (train_count + test_count)
 
-    def embedded(images: Tensor, needed: np.ndarray) -> Tensor:
-        vectors = torch.full((len(images), encoder.features), torch.nan)
-        vectors[needed] = embed(encoder, images[needed])
-        return vectors
+    for name, normal, seed, train, test in tasks:
+        garment = FASHION_MNIST_CLASSES[normal]
+        inputs = (train_vectors, test_vectors) if name in ON_VECTORS else (train_images, test_images)
+        began = time.perf_counter()
+        detector = make(name, seed).fit(inputs[0][train.train_index], train.labels)
+        fitted = time.perf_counter()
+        scores = detector.anomaly_score(inputs[1][test.test_index])
+        seconds = {"fit": fitted - began, "score": time.perf_counter() - fitted}
+        if name in ON_VECTORS:
+            seconds["embed"] = seconds_per_image * (len(train.labels) + len(test.test_index))
+        line = {
+            "plan": PLAN,
+            "detector": name,
+            "dataset": "fashion-mnist",
+            "normal": garment,
+            "labelled": "30 of the nine others, 30 normal",
+            "gamma_p": 0.1,
+            "seed": seed,
+            "auroc": round(100 * auroc(scores.numpy(), test.test_anomaly), 3),
+            "seconds": {stage: round(spent, 2) for stage, spent in seconds.items()},
+            **provenance("cpu"),
+            "command": command,
+        }
+        append_line(results, line)
+        print(f"{garment:12} seed {seed}  {name:20} {line['auroc']:6.2f}  {sum(seconds.values()):5.1f} s", flush=True)
 
-    train_vectors = embedded(train_images, np.unique(np.concatenate([train.train_index for _, _, train, _ in tasks])))
-    test_vectors = embedded(test_images, np.unique(np.concatenate([test.test_index for _, _, _, test in tasks])))
-    embedding = time.perf_counter() - began
-    seconds_per_image = embedding / int((~train_vectors[:, 0].isnan()).sum() + (~test_vectors[:, 0].isnan()).sum())
 
-    for normal, seed, train, test in tasks:
-        for name in detectors:
-            garment = FASHION_MNIST_CLASSES[normal]
-            if (garment, seed, name) in done:
-                continue
-            on_vectors = name in ON_VECTORS
-            inputs = (train_vectors, test_vectors) if on_vectors else (train_images, test_images)
-            make: Callable[[], object] = lambda name=name, seed=seed: build(  # noqa: E731
-                name, seed=seed, **(FROM_SCRATCH if name in SCRATCH else {})
-            )
-            began = time.perf_counter()
-            detector = NeighboursMinusCloseness() if name == "knn-minus-anomalies" else make()
-            detector.fit(inputs[0][train.train_index], train.labels)
-            fitted = time.perf_counter()
-            scores = detector.anomaly_score(inputs[1][test.test_index])
-            seconds = {"fit": fitted - began, "score": time.perf_counter() - fitted}
-            if on_vectors:
-                seconds["embed"] = seconds_per_image * (len(train.labels) + len(test.test_index))
-            line = {
-                "plan": PLAN,
-                "detector": name,
-                "dataset": "fashion-mnist",
-                "normal": garment,
-                "labelled": "30 of the nine others, 30 normal",
-                "gamma_p": 0.1,
-                "seed": seed,
-                "auroc": round(100 * auroc(scores.numpy(), test.test_anomaly), 3),
-                "seconds": {stage: round(spent, 2) for stage, spent in seconds.items()},
-                **provenance("cpu"),
-                "command": command,
-            }
-            append_line(results, line)
-            print(
-                f"{garment:12} seed {seed}  {name:20} {line['auroc']:6.2f}  {sum(seconds.values()):5.1f} s", flush=True
-            )
+def make(name: str, seed: int) -> Any:
+    """The detector of a row."""
+    if name == "knn-minus-anomalies":
+        return NeighboursMinusCloseness()
+    return build(name, seed=seed, **(FROM_SCRATCH if name in SCRATCH else {}))
+
+
+def embedded(encoder: Encoder, images: Tensor, parts: list[np.ndarray]) -> tuple[Tensor, int]:
+    """A vector for each image that some part names, NaN for the others; and how many were named."""
+    needed = np.unique(np.concatenate(parts))
+    vectors = torch.full((len(images), encoder.features), torch.nan)
+    vectors[needed] = embed(encoder, images[needed])
+    return vectors, len(needed)
 
 
 def read_lines(results: Path) -> list[dict]:

@@ -53,7 +53,7 @@ class HeadConfig:
     """Share of the unlabelled images, the most anomalous ones, that is kept out of prototypes, loss and memory."""
     memory: int = 4096
     """Most training images remembered as neighbours."""
-    neighbour_tau: float = 0.02
+    neighbour_tau: float = 0.03
     """Temperature of the neighbour energy; so low that it is about the distance to the nearest few."""
     neighbour_weight: float = 0.5
     """What the neighbour energy weighs beside the learned one when the labelled anomalies are of many kinds."""
@@ -71,7 +71,7 @@ class HeadConfig:
                 f"1/E is unbounded: tau * log(num_prototypes) must exceed 1; use a larger tau or more prototypes"
             )
         if not 0 < self.neighbour_tau < math.inf:
-            raise UserError(f"neighbour_tau={self.neighbour_tau}: a temperature is above 0, e.g. 0.02")
+            raise UserError(f"neighbour_tau={self.neighbour_tau}: a temperature is above 0, e.g. 0.03")
         for name, least in (("rank", 1), ("iterations", 0), ("memory", FOLDS), ("size", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name}={getattr(self, name)}: must be at least {least}")
