@@ -116,18 +116,18 @@ def run_demo(folder: Path, from_scratch: bool = False, progress: Progress = sile
     progress("compare", steps, steps, {})
 
     train_scores, test_scores = scored["elsa"]
-    suspects = _suspects(splits[0], train_scores)
+    suspicious = suspects(splits[0], train_scores)
     hidden = int(splits[0].hidden.sum())
     result = DemoResult(
         folder=folder,
         evaluations=evaluations,
         notes={contender.name: contender.note for contender in contenders},
-        suspects_right=int(splits[0].hidden[suspects[:hidden]].sum()),
+        suspects_right=int(splits[0].hidden[suspicious[:hidden]].sum()),
         hidden=hidden,
         seconds=round(time.monotonic() - began, 1),
         peak_memory_mb=_peak_memory_mb(),
     )
-    report = _report(result, splits[0], images, garments, train_scores, test_scores, suspects, found)
+    report = _report(result, splits[0], images, garments, train_scores, test_scores, suspicious, found)
     write_report(folder / "report.html", report)
     write_whole(folder / "summary.json", (json.dumps(result.to_dict(), indent=1) + "\n").encode())
     return result
@@ -191,7 +191,7 @@ def _words(is_anomaly: NDArray[np.bool_]) -> list[str]:
     return ["anomaly" if anomaly else "normal" for anomaly in is_anomaly]
 
 
-def _suspects(split: DemoSplit, train_scores: Tensor) -> NDArray[np.int64]:
+def suspects(split: DemoSplit, train_scores: Tensor) -> NDArray[np.int64]:
     """Places of the unlabelled training images, most suspicious first."""
     unlabelled = np.flatnonzero([label == "" for label in split.labels])
     return unlabelled[np.argsort(-train_scores.numpy()[unlabelled], kind="stable")]
@@ -221,7 +221,7 @@ def _report(
     garments: list[str],
     train_scores: Tensor,
     test_scores: Tensor,
-    suspects: NDArray[np.int64],
+    suspicious: NDArray[np.int64],
     found: Audit,
 ) -> Report:
     test_order = np.argsort(-test_scores.numpy(), kind="stable")
@@ -256,7 +256,7 @@ def _report(
             Gallery(
                 "Suspects hidden in the training set",
                 "The unlabelled training pictures that look least like bags to Elsa, worth a look before the next fit.",
-                pictures(suspects[:SHOWN], split.train_index, train_scores, split.hidden),
+                pictures(suspicious[:SHOWN], split.train_index, train_scores, split.hidden),
             ),
             Gallery(
                 "Most anomalous",

