@@ -178,13 +178,15 @@ def table(lines: list[dict]) -> str:
 def write_table(results: Path, page: Path) -> None:
     """Put the table between the marks in the page."""
     lines = read_lines(results)
-    marked = re.compile(r"(<!-- garments -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    marked = re.compile(r"(<!-- garments -->\n).*?(<!-- end -->)", re.DOTALL)
     seeds = sorted({line["seed"] for line in lines})
     caption = (
         f"Seeds {', '.join(map(str, seeds))}; {len(lines)} runs; `s` is a run's mean seconds, its embedding included."
     )
-    content = f"{table(lines)}\n\n{caption}"
-    page.write_text(marked.sub(lambda match: match[1] + content + match[2], page.read_text()))
+    content = f"{table(lines)}\n\n{caption}\n"
+    text, replaced = marked.subn(lambda match: match[1] + content + match[2], page.read_text())
+    assert replaced == 1, f"{page} lost its marks"
+    page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def encoder(net):
     return Encoder("mobilenet_v2", net, "random.pth", "0" * 64)
 
 
-def images(channels=3, height=23, width=29, seed=0):
+def images(channels=3, height=23, width=53, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (N, channels, height, width), generator=generator, dtype=torch.uint8)
 
