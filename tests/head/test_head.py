@@ -309,6 +309,19 @@ def test_the_memory_is_bounded():
     assert head.train_scores_.isfinite().all()
 
 
+def test_a_huge_set_is_learned_from_in_part_with_all_its_labels(monkeypatch):
+    vectors, labels, test, is_anomaly = problem()
+    seen = []
+    monkeypatch.setattr(elsa.head, "LEARNED_FROM", 100)
+    monkeypatch.setattr(
+        elsa.head, "learn_map", lambda z, label, *rest: seen.append(label) or learn_map(z, label, *rest)
+    )
+    head = ElsaHead().fit(vectors, labels)
+    assert [sorted(label.tolist()) for label in seen] == [[-1] * 20 + [0] * 100 + [1] * 20] * 2
+    assert len(head.memory_MD_) > 200
+    assert auroc(head.anomaly_score(test), is_anomaly.numpy()) > 0.95
+
+
 def test_the_order_of_the_training_set_hardly_matters():
     """Not to the bit: what is held out and where k-means starts depend on places."""
     vectors, labels, test, is_anomaly = problem()
