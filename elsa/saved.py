@@ -10,7 +10,17 @@ from elsa.errors import UserError
 from elsa.model_file import read_model, write_model
 from elsa.progress import Progress, silent
 
-SAVED_CLASSES = {"Elsa": "elsa.elsa:Elsa", "ElsaHead": "elsa.head:ElsaHead"}
+SAVED_CLASSES = {
+    "Elsa": "elsa.elsa:Elsa",
+    "ElsaHead": "elsa.head:ElsaHead",
+    "CSIDetector": "elsa.detectors.contrastive:CSIDetector",
+    "SimCLRDetector": "elsa.detectors.contrastive:SimCLRDetector",
+    "DeepSADDetector": "elsa.detectors.deep_sad:DeepSADDetector",
+    "DeepSVDDDetector": "elsa.detectors.deep_sad:DeepSVDDDetector",
+    "GOADDetector": "elsa.detectors.goad:GOADDetector",
+    "SSADDetector": "elsa.detectors.ssad:SSADDetector",
+    "SSDGMDetector": "elsa.detectors.ss_dgm:SSDGMDetector",
+}
 
 
 class Detector(Protocol):

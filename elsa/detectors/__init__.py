@@ -14,6 +14,13 @@ DETECTORS = {
     "oc-svm": "elsa.detectors.shallow:OneClassSVMDetector",
     "isolation-forest": "elsa.detectors.shallow:IsolationForestDetector",
     "kde": "elsa.detectors.shallow:KDEDetector",
+    "deep-svdd": "elsa.detectors.deep_sad:DeepSVDDDetector",
+    "goad": "elsa.detectors.goad:GOADDetector",
+    "csi": "elsa.detectors.contrastive:CSIDetector",
+    "simclr": "elsa.detectors.contrastive:SimCLRDetector",
+    "ss-dgm": "elsa.detectors.ss_dgm:SSDGMDetector",
+    "ssad": "elsa.detectors.ssad:SSADDetector",
+    "deep-sad": "elsa.detectors.deep_sad:DeepSADDetector",
     "knn": "elsa.detectors.vectors:KNNDetector",
     "logistic": "elsa.detectors.vectors:LogisticDetector",
 }

@@ -12,8 +12,20 @@ from elsa.trust.metrics import auroc
 # Two epochs of a tiny set learn something only in small steps at a high rate.
 EPOCHS = {"preset": "cpu", "pretrain_epochs": 2, "finetune_epochs": 2}
 QUICK = EPOCHS | {"finetune_batch": 8, "finetune_lr": 3e-3, "num_prototypes": 8}
-SETTINGS = {"elsa": QUICK, "elsa+": QUICK}
+DEEP_SAD = {"autoencoder_epochs": 20, "epochs": 8, "lr": 1e-3, "batch": 16}
+SETTINGS = {
+    "elsa": QUICK,
+    "elsa+": QUICK,
+    "csi": EPOCHS,
+    "simclr": EPOCHS,
+    "deep-sad": DEEP_SAD,
+    "deep-svdd": DEEP_SAD,
+    "goad": {"epochs": 1, "width": 1, "lr": 3e-2, "norm_weight": 0},
+    # with Kingma's weight the two classes of the generative model may well be something else than the labels' two
+    "ss-dgm": {"hidden": 32, "latent": 5, "epochs": 10, "batch": 16, "lr": 1e-3, "classification_weight": 1e3},
+}
 TAKES_VECTORS_ALONE = {"elsa-head"}  # until it is given an encoder
+LOOKS_72_TIMES = {"goad"}  # so it looks at a quarter of each image
 TRAIN, TEST = 67, 29
 
 
@@ -34,7 +46,10 @@ def inputs(name: str):
     vectors = name in TAKES_VECTORS_ALONE
     train, is_anomaly = toy(TRAIN, 0, vectors)
     labels = ["anomaly" if anomaly else "normal" if n % 3 == 0 else "" for n, anomaly in enumerate(is_anomaly.tolist())]
-    return train, labels, *toy(TEST, 1, vectors)
+    test, is_anomaly = toy(TEST, 1, vectors)
+    if name in LOOKS_72_TIMES:
+        train, test = train[:, :, :16, :16], test[:, :, :16, :16]
+    return train, labels, test, is_anomaly
 
 
 @pytest.fixture(scope="module", params=DETECTORS)
