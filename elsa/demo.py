@@ -33,8 +33,9 @@ from elsa.trust.metrics import Evaluation, evaluate
 
 SEEDS = (0, 1, 2)
 SHOWN = 24  # fills rows of 8 on a desk and of 3 on a telephone
-# What ends within three minutes on two cores.
-FROM_SCRATCH: dict[str, Any] = {"preset": "cpu", "pretrain_epochs": 8, "finetune_epochs": 4}
+# Ends well within three minutes on two cores; chosen on seeds 1 and 2 (97.1 and 93.1, half the fine-tuning 96.6 and
+# 91.4), while the demo shows seed 0. Elsa+ reached 67 in the time: bags and shirts look alike in every rotation.
+FROM_SCRATCH: dict[str, Any] = {"preset": "cpu", "pretrain_epochs": 60, "finetune_epochs": 60}
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,9 @@ def _pretrained(images: Tensor, splits: Sequence[DemoSplit], progress: Progress)
 
 
 def _from_scratch(images: Tensor, progress: Progress) -> list[Contender]:
-    """Elsa+ on a tiny network that has seen nothing but the training images."""
+    """Elsa on a tiny network that has seen nothing but the training images."""
     settings = {**FROM_SCRATCH, "progress": progress}
-    return [Contender("elsa", "elsa+", images, "pixels, from scratch, and labels", settings), *_on_pixels(images)]
+    return [Contender("elsa", "elsa", images, "pixels, from scratch, and labels", settings), *_on_pixels(images)]
 
 
 def _on_pixels(images: Tensor) -> list[Contender]:
