@@ -8,6 +8,7 @@ import torch
 
 from elsa.bench.plans import PLANS
 from elsa.bench.run import repeat_cell, run_plan
+from elsa.bench.speed import measure_speed, write_speed
 from elsa.config import ElsaConfig, parse_settings
 from elsa.errors import UserError
 
@@ -22,14 +23,26 @@ def main(arguments: list[str]) -> int:
     run.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is started")
     repeat = commands.add_parser("repeat", help="fit one cell twice with one seed: how far do the scores differ?")
     repeat.set_defaults(plan="pilot")
+    speed = commands.add_parser("speed", help="views/s of each stage, against the usual loop and the card's limits")
+    speed.set_defaults(plan="speed")
+    speed.add_argument("--results", type=Path, default=Path("results/speed.jsonl"))
+    speed.add_argument("--size", type=int, default=32)
+    speed.add_argument("--channels", type=int, default=3)
+    speed.add_argument("--turns", type=int, default=5)
+    speed.add_argument("--seconds", type=float, default=3.0, help="how long each variant runs in a turn")
     for command in (run, repeat):
         command.add_argument("--cifar10", type=Path, required=True, help="folder cifar-10-batches-bin")
+    for command in (run, repeat, speed):
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-        command.add_argument("--preset", default="fast")
+        command.add_argument("--preset", default="fast" if torch.cuda.is_available() else "cpu")
         command.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
     given = parser.parse_args(arguments)
     try:
         settings = {"preset": given.preset, **parse_settings(ElsaConfig, given.settings)}
+        if given.plan == "speed":
+            figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)
+            print("\n".join(write_speed(figures, given.results, given.device, settings)))
+            return 0
         if "results" not in given:
             print(repeat_cell(given.cifar10, given.device, settings, _print_now_and_then))
             return 0
