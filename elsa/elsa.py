@@ -16,7 +16,7 @@ from elsa.energy import ENSEMBLES
 from elsa.errors import UserError
 from elsa.finetune import finetune
 from elsa.labels import ANOMALY, UNLABELLED, encode_labels
-from elsa.nets import Net, build_net
+from elsa.nets import Net, build_net, channels_last
 from elsa.pretrain import pretrain
 from elsa.progress import Progress, silent
 from elsa.seeds import fold, generator
@@ -141,7 +141,7 @@ class Elsa:
         net = build_net(
             config.encoder, config.stem, channels, height, config.shifts, generator(self.seed, "initial weights")
         )
-        return net.to(self.device, memory_format=torch.channels_last)
+        return channels_last(net, self.device)
 
     def _held_back(self, label_N: Tensor) -> Tensor:
         """Places of the unlabelled images that only the early-stop score sees."""
@@ -162,13 +162,14 @@ class Elsa:
         height, width = images.shape[2:]
         if height != width or not 8 <= height <= 1024:
             raise UserError(
-                f"images of {width}x{height} px given; Elsa turns images by 90 degrees and needs squares of 8 to 1024 px "
-                f"(--size N makes them)"
+                f"images of {width}x{height} px given; Elsa turns images by 90 degrees and needs squares of 8 to 1024 "
+                f"px (--size N makes them)"
             )
         normal_side = int((label_N != ANOMALY).sum())
         if normal_side < FEWEST_IMAGES:
             raise UserError(
-                f"{normal_side} unlabelled or normal images given; Elsa learns what is normal from {FEWEST_IMAGES} or more"
+                f"{normal_side} unlabelled or normal images given; Elsa learns what is normal from at least "
+                f"{FEWEST_IMAGES}"
             )
         embeddings = normal_side * self.config.shifts
         if embeddings < self.config.num_prototypes:

@@ -65,6 +65,11 @@ def tiny(channels: int, size: int) -> tuple[nn.Module, int]:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), channels
 
 
+def channels_last(net: Net, device: torch.device) -> Net:
+    """The net on the device, in the memory order in which convolutions are fastest on GPUs and CPUs."""
+    return net.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]  # not in stubs
+
+
 def build_net(encoder: str, stem: str, channels: int, size: int, shifts: int, generator: torch.Generator) -> Net:
     """A network with fresh weights that depend on the generator alone."""
     if encoder == "resnet18":

@@ -24,7 +24,7 @@ from elsa.bench.run import append_line, provenance
 from elsa.config import ElsaConfig, method_config
 from elsa.elsa import Elsa
 from elsa.finetune import finetune_loss
-from elsa.nets import Net, build_net
+from elsa.nets import Net, build_net, channels_last
 from elsa.pretrain import contrastive_loss
 from elsa.seeds import generator
 from elsa.training import build_optimizer, tuned
@@ -127,8 +127,7 @@ class _Work:
         prototypes = torch.randn(config.num_prototypes, 128, generator=generator(0, "prototypes"))
         self.prototypes = F.normalize(prototypes, dim=1).to(device)
         self.draws = generator(0, "draws", device=device)
-        self.net, self.plain_net, self.tuned_net = self._net(), self._net(), self._net()
-        self.plain_net.to(memory_format=torch.contiguous_format)
+        self.net, self.plain_net, self.tuned_net = self._net(), self._fresh().to(device), self._net()
         self.optimizer = build_optimizer("adam", self.net, 1e-4, 0.0)
         self.tuned_optimizer = build_optimizer("adam", self.tuned_net, 1e-4, 0.0)
         self.plain_optimizer = torch.optim.Adam(self.plain_net.parameters(), 1e-4)
@@ -142,12 +141,14 @@ class _Work:
         self.ensembles = loader(pixels, config.views, config.shifts, area, 16, workers)
         self.batches: dict[str, Any] = {}
 
-    def _net(self) -> Net:
+    def _fresh(self) -> Net:
         config = self.config
-        net = build_net(
+        return build_net(
             config.encoder, config.stem, self.channels, self.size, config.shifts, generator(0, "initial weights")
         )
-        return net.to(self.device, memory_format=torch.channels_last)
+
+    def _net(self) -> Net:
+        return channels_last(self._fresh(), self.device)
 
     def augment(self) -> int:
         config, batch = self.config, self.config.pretrain_batch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from elsa.encoders import Encoder, embed, embed_batches, input_size, parse_encoder
 from elsa.errors import UserError

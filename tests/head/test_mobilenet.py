@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 
 from elsa.errors import UserError
 from elsa.mobilenet import FEATURES, MobileNetV2, fused, read_mobilenet_v2

@@ -1,5 +1,6 @@
 import ast
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def test_every_field_is_read_outside_the_config_and_documented():
         for node in ast.parse((PACKAGE / "config.py").read_text()).body
         if getattr(node, "name", "") == "ElsaConfig"
     ).body
-    for statement, following in zip(body, body[1:], strict=False):
+    for statement, following in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign):
             assert isinstance(following, ast.Expr), f"{ast.unparse(statement)} has no docstring"
 

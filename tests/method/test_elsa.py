@@ -226,7 +226,9 @@ def test_a_run_cut_at_any_epoch_resumes_to_the_same_bits(tmp_path, monkeypatch, 
         with pytest.raises(CutError) if epoch < 3 else pytest.MonkeyPatch.context():
             Elsa(**TOY_SETTINGS, checkpoint=path, progress=cut).fit(IMAGES, LABELS)
         stages = []
-        resumed = Elsa(**TOY_SETTINGS, checkpoint=path, progress=lambda *a: stages.append(a[:2])).fit(IMAGES, LABELS)
+        resumed = Elsa(**TOY_SETTINGS, checkpoint=path, progress=lambda *a, s=stages: s.append(a[:2])).fit(
+            IMAGES, LABELS
+        )
         assert torch.equal(resumed.anomaly_score(NEW), model.anomaly_score(NEW))
         assert (stage, epoch) not in stages  # what was done is not done again
 
@@ -276,7 +278,7 @@ def test_a_checkpoint_of_another_fit_is_refused(tmp_path, monkeypatch):
         ({"seed": 1}, IMAGES, LABELS),
         ({"views": 3}, IMAGES, LABELS),
         ({}, IMAGES.flip(0), LABELS),
-        ({}, IMAGES, LABELS[:-1] + [""]),
+        ({}, IMAGES, [*LABELS[:-1], ""]),
     ):
         with pytest.raises(UserError, match="belongs to a fit with other images, labels, settings or seed"):
             Elsa(**{**TOY_SETTINGS, **changes}, checkpoint=path).fit(images, labels)

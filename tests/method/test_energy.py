@@ -15,7 +15,9 @@ def unit(*shape, seed=0):
 
 
 def energy_by_hand(z, prototypes, tau):
-    return [-math.log(sum(math.exp(sum(a * b for a, b in zip(x, p)) / tau) for p in prototypes)) for x in z]
+    return [
+        -math.log(sum(math.exp(sum(a * b for a, b in zip(x, p, strict=True)) / tau) for p in prototypes)) for x in z
+    ]
 
 
 def test_energy_of_a_feature_equal_to_all_prototypes_is_the_lowest_possible():
