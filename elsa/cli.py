@@ -14,7 +14,7 @@ import click
 from elsa import __version__
 from elsa.errors import UserError
 
-METHODS = ("elsa+", "elsa", "elsa-head")
+METHODS = ("elsa+", "elsa", "elsa-head", "csi", "simclr", "goad", "deep-svdd", "deep-sad", "ss-dgm", "ssad")
 # What a person can put right about their disk; any other OSError is ours.
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 

@@ -18,6 +18,8 @@ from elsa import __version__
 from elsa.config import ElsaConfig, parse_settings
 from elsa.data.load import ImageSet, load_images
 from elsa.data.sources import open_source
+from elsa.detectors import build as build_detector
+from elsa.detectors import detector_class
 from elsa.errors import UserError
 from elsa.output import check_writable, write_whole
 from elsa.progress import Progress
@@ -28,6 +30,7 @@ from elsa.trust.metrics import evaluate as evaluate_scores
 
 DEFAULT_FALSE_ALARMS = 0.05
 FROM_SCRATCH = ("resnet18", "tiny")
+PRETRAINED_AS_ELSA = ("elsa+", "elsa", "csi", "simclr")  # they share encoder, presets and checkpoints
 SHOWN = 5
 # Forward and backward of resnet18 at 32 px on the 2 cores of a small cloud machine; others are within a factor of 4.
 VIEWS_PER_SECOND_ON_CPU = 40
@@ -164,11 +167,12 @@ def _plan(
         raise UserError(f"--encoder {encoder}: use resnet18, tiny or mobilenet_v2:FILE")
     pretrained = kind == "mobilenet_v2"
     method = method or ("elsa-head" if pretrained else "elsa+")
-    if pretrained != (method == "elsa-head") and (encoder is not None or method == "elsa-head"):
+    own_network = method not in (*PRETRAINED_AS_ELSA, "elsa-head")
+    if pretrained != (method == "elsa-head") or (own_network and encoder is not None):
         given = f"with --encoder {encoder}" if encoder else "without --encoder"
         raise UserError(
-            f"--method {method} {given}: elsa-head takes mobilenet_v2:FILE, "
-            f"elsa and elsa+ take resnet18 or tiny; change one of the two"
+            f"--method {method} {given}: elsa-head takes mobilenet_v2:FILE, {', '.join(PRETRAINED_AS_ELSA)} take "
+            f"resnet18 or tiny, other methods no --encoder; change one of the two"
         )
     if method == "elsa-head":
         from elsa.head import ElsaHead, HeadConfig
@@ -178,7 +182,9 @@ def _plan(
         name = f"mobilenet_v2:{file or find_mobilenet_v2()}"
         return lambda **common: ElsaHead(encoder=name, **common, **chosen)
 
-    from elsa.elsa import Elsa
+    if own_network:
+        chosen = _parsed(detector_class(method).settings_class, settings)
+        return lambda **common: build_detector(method, **common, **chosen)
 
     presets = [word.removeprefix("preset=") for word in settings if word.startswith("preset=")]
     chosen = _parsed(ElsaConfig, [word for word in settings if not word.startswith("preset=")])
@@ -187,7 +193,7 @@ def _plan(
     if encoder is not None:
         chosen["encoder"] = kind
     preset = presets[-1] if presets else "cpu" if chosen.get("encoder") == "tiny" and device == "cpu" else "paper"
-    return lambda **common: Elsa(method=method, preset=preset, checkpoint=checkpoint, **common, **chosen)
+    return lambda **common: build_detector(method, preset=preset, checkpoint=checkpoint, **common, **chosen)
 
 
 def _parsed(config_class: type, settings: Sequence[str]) -> dict[str, Any]:

@@ -26,13 +26,18 @@ DETECTORS = {
 }
 
 
-def build(name: str, **settings: Any) -> Any:
-    """The detector of that name, not yet fitted; settings go to its constructor, with seed, device and progress."""
+def detector_class(name: str) -> Any:
+    """The class of the detector of that name."""
     if name not in DETECTORS:
         raise UserError(f"detector {name!r}: use one of {', '.join(DETECTORS)}")
     module, _, class_name = DETECTORS[name].partition(":")
-    detector = getattr(import_module(module), class_name)
-    if class_name == "Elsa":
+    return getattr(import_module(module), class_name)
+
+
+def build(name: str, **settings: Any) -> Any:
+    """The detector of that name, not yet fitted; settings go to its constructor, with seed, device and progress."""
+    detector = detector_class(name)
+    if detector.__name__ == "Elsa":
         settings = {"method": name, **settings}
     allowed = inspect.signature(detector).parameters
     unknown = [setting for setting in settings if setting not in allowed]

@@ -7,6 +7,7 @@ import torch
 
 from elsa.detectors import DETECTORS, build
 from elsa.errors import UserError
+from elsa.saved import SAVED_CLASSES, open_model, save_model
 from elsa.trust.metrics import auroc
 
 # Two epochs of a tiny set learn something only in small steps at a high rate.
@@ -118,6 +119,17 @@ def test_calibration_holds_scores_of_normal_looking_images(name, fitted):
     assert fitted.calibration_.isfinite().all()
     _, _, test, is_anomaly = inputs(name)
     assert fitted.calibration_.median() < fitted.anomaly_score(test)[is_anomaly].min()
+
+
+def test_a_saved_detector_scores_as_it_did(name, fitted, tmp_path):
+    _, _, test, _ = inputs(name)
+    if type(fitted).__name__ not in SAVED_CLASSES:
+        pytest.skip(f"the command does not save {name}")
+    save_model(fitted, tmp_path / "model", {"seed": 3})
+    opened, _ = open_model(tmp_path / "model")
+    assert type(opened) is type(fitted)
+    assert torch.equal(opened.anomaly_score(test), fitted.anomaly_score(test))
+    assert torch.equal(opened.calibration_, fitted.calibration_)
 
 
 def test_labels_as_numbers_are_refused(name):
