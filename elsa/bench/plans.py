@@ -1,10 +1,15 @@
 """The cells of the paper's tables: which detector on which split, in the order in which they should be filled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from elsa.data.benchmarks import CIFAR10_CLASSES as CLASSES
+
+# Which method's pre-training a detector stands on; the others learn everything themselves.
+PRETRAINED_AS = {"elsa+": "elsa+", "csi": "elsa+", "elsa": "elsa", "simclr": "elsa"}
+POLLUTIONS = (0.0, 0.05, 0.1)
+SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -20,9 +25,16 @@ class Cell:
     seed: int
 
     @property
-    def encoder(self) -> tuple[Any, ...]:
-        """Cells with the same value share one pre-training."""
-        return self.dataset, self.normal, self.gamma_p, self.seed
+    def encoder(self) -> tuple[Any, ...] | None:
+        """Cells with the same value share one pre-training; None where there is none to share."""
+        if self.detector not in PRETRAINED_AS:
+            return None
+        return PRETRAINED_AS[self.detector], self.dataset, self.normal, self.gamma_p, self.seed
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """Cells with the same value are done by one process: those of an encoder, or a cell alone."""
+        return self.encoder or tuple(asdict(self).values())
 
     def fields(self) -> dict[str, Any]:
         """As they stand in a results line."""
@@ -35,6 +47,44 @@ def next_classes(normal: str, count: int) -> list[str]:
     return [CLASSES[(start + step) % len(CLASSES)] for step in range(1, count + 1)]
 
 
+def unsupervised(detectors: Iterable[str], pollutions: Iterable[float]) -> list[Cell]:
+    """Detectors without labels, ten classes, three seeds; a pollution is complete before the next one starts."""
+    return [
+        Cell(detector, "cifar10", normal, None, 0.0, gamma_p, seed)
+        for gamma_p in pollutions
+        for detector in detectors
+        for seed in SEEDS
+        for normal in CLASSES
+    ]
+
+
+def semi_supervised(detectors: Iterable[str], shares: Iterable[tuple[float, float]]) -> list[Cell]:
+    """Detectors with labels at pairs of gamma_l and gamma_p, ten classes with the next one labelled, three seeds."""
+    return [
+        Cell(detector, "cifar10", normal, next_classes(normal, 1)[0], gamma_l, gamma_p, seed)
+        for gamma_l, gamma_p in shares
+        for detector in detectors
+        for seed in SEEDS
+        for normal in CLASSES
+    ]
+
+
+def on_each_encoder(
+    detector: str, unlabelled: str, gamma_l: float, count: int, seeds: Iterable[int], pollutions: Iterable[float]
+) -> list[Cell]:
+    """Per encoder the detector with each of the next `count` classes labelled, then the method without labels."""
+    return [
+        cell
+        for seed in seeds
+        for normal in CLASSES
+        for gamma_p in pollutions
+        for cell in (
+            *(Cell(detector, "cifar10", normal, word, gamma_l, gamma_p, seed) for word in next_classes(normal, count)),
+            Cell(unlabelled, "cifar10", normal, None, 0.0, gamma_p, seed),
+        )
+    ]
+
+
 def pilot() -> list[Cell]:
     """Two cells in which the paper reaches 95.0 and 99.2."""
     return [
@@ -44,13 +94,82 @@ def pilot() -> list[Cell]:
 
 
 def scenario2() -> list[Cell]:
-    """elsa+ at gamma_l .05 and three pollutions, ten classes, the next three classes labelled."""
+    """Table 2: elsa+ at gamma_l .05 and three pollutions, the next three classes labelled, and csi on each encoder."""
+    return on_each_encoder("elsa+", "csi", 0.05, 3, (0,), POLLUTIONS)
+
+
+def scenario2_elsa() -> list[Cell]:
+    """The same for elsa, and simclr on each encoder."""
+    return on_each_encoder("elsa", "simclr", 0.05, 3, (0,), POLLUTIONS)
+
+
+def scenario2_seeds() -> list[Cell]:
+    """csi with the two other seeds, and elsa+ with the next class labelled while the encoder is there."""
+    return on_each_encoder("elsa+", "csi", 0.05, 1, SEEDS[1:], POLLUTIONS)
+
+
+def scenario2_shallow() -> list[Cell]:
+    """Table 2's rows that need no GPU and no labels."""
+    return unsupervised(("isolation-forest", "oc-svm", "kde"), POLLUTIONS)
+
+
+def scenario2_baselines() -> list[Cell]:
+    """Table 2's other rows, one pollution after the other."""
     return [
-        Cell("elsa+", "cifar10", normal, labelled, 0.05, gamma_p, 0)
+        cell
+        for gamma_p in POLLUTIONS
+        for cell in (
+            *semi_supervised(("deep-sad", "ssad", "ss-dgm"), [(0.05, gamma_p)]),
+            *unsupervised(("deep-svdd", "goad"), [gamma_p]),
+        )
+    ]
+
+
+def scenario1_baselines() -> list[Cell]:
+    """What Table 1 has beyond Table 2's clean column: the rows with labels at gamma_l .01 and .10."""
+    return semi_supervised(("deep-sad", "ssad", "ss-dgm"), [(0.01, 0.0), (0.1, 0.0)])
+
+
+def scenario1_elsa() -> list[Cell]:
+    """Table 1's elsa at gamma_l .01 and .10."""
+    return [
+        Cell("elsa", "cifar10", normal, labelled, gamma_l, 0.0, 0)
         for normal in CLASSES
-        for gamma_p in (0.0, 0.05, 0.1)
+        for gamma_l in (0.01, 0.1)
         for labelled in next_classes(normal, 3)
     ]
 
 
-PLANS: dict[str, Callable[[], list[Cell]]] = {"pilot": pilot, "scenario2": scenario2}
+def scenario1() -> list[Cell]:
+    """Table 1 and the matrices: elsa+ at gamma_l .01 and .10 and every pollution, all nine classes labelled."""
+    return [
+        Cell("elsa+", "cifar10", normal, labelled, gamma_l, gamma_p, 0)
+        for normal in CLASSES
+        for gamma_p in POLLUTIONS
+        for gamma_l in (0.01, 0.1)
+        for labelled in next_classes(normal, 9)
+    ]
+
+
+def scenario2_rest() -> list[Cell]:
+    """The six labelled classes that scenario2 leaves out, so that its matrices are complete."""
+    return [
+        Cell("elsa+", "cifar10", normal, labelled, 0.05, gamma_p, 0)
+        for normal in CLASSES
+        for gamma_p in POLLUTIONS
+        for labelled in next_classes(normal, 9)[3:]
+    ]
+
+
+PLANS: dict[str, Callable[[], list[Cell]]] = {
+    "pilot": pilot,
+    "scenario2": scenario2,
+    "scenario2-shallow": scenario2_shallow,
+    "scenario2-baselines": scenario2_baselines,
+    "scenario1-baselines": scenario1_baselines,
+    "scenario2-elsa": scenario2_elsa,
+    "scenario2-seeds": scenario2_seeds,
+    "scenario1-elsa": scenario1_elsa,
+    "scenario2-rest": scenario2_rest,
+    "scenario1": scenario1,
+}
