@@ -42,7 +42,7 @@ ON_VECTORS = {
     "knn": "embeddings, no labels",
 }
 ON_PIXELS = dict.fromkeys(("isolation-forest", "oc-svm", "kde"), "pixels, no labels")
-SCRATCH = {"elsa+": "pixels, from scratch (tiny network), and labels"}
+SCRATCH = {"elsa": "pixels, from scratch (tiny network), and labels"}
 
 
 class NeighboursMinusCloseness:
