@@ -10,6 +10,7 @@ from elsa.bench.__main__ import main
 from elsa.bench.plans import PLANS, Cell, next_classes
 from elsa.bench.run import append_line, auroc_per_class, finished_cells, repeat_cell, run_plan
 from elsa.data.benchmarks import CIFAR10_CLASSES
+from elsa.detectors import DETECTORS
 from elsa.errors import UserError
 from elsa.progress import silent
 
@@ -107,12 +108,88 @@ def test_labelled_classes_follow_in_cyclic_order():
     assert next_classes("Ship", 3) == ["Truck", "Plane", "Car"]
 
 
-def test_scenario_2_has_its_ninety_priority_cells_grouped_by_encoder():
+def test_scenario_2_has_its_ninety_priority_cells_and_csi_grouped_by_encoder():
     cells = PLANS["scenario2"]()
-    assert len(cells) == len(set(cells)) == 90
+    assert len(cells) == len(set(cells)) == 120
+    assert [cell.detector for cell in cells[:4]] == ["elsa+", "elsa+", "elsa+", "csi"]
     order = [cell.encoder for cell in cells]
     assert len(set(order)) == 30
     assert order == sorted(order, key=order.index)
+
+
+@pytest.mark.parametrize(
+    ("plan", "count"),
+    [
+        ("scenario2-shallow", 3 * 3 * 10 * 3),
+        ("scenario2-baselines", 5 * 3 * 10 * 3),
+        ("scenario1-baselines", 3 * 2 * 10 * 3),
+        ("scenario2-elsa", 4 * 3 * 10),
+        ("scenario2-seeds", 2 * 3 * 10 * 2),
+        ("scenario2-rest", 6 * 3 * 10),
+        ("scenario1", 9 * 2 * 3 * 10),
+        ("scenario1-elsa", 3 * 2 * 10),
+    ],
+)
+def test_plans_have_every_cell_of_their_part_once(plan, count):
+    cells = PLANS[plan]()
+    assert len(cells) == len(set(cells)) == count
+    for cell in cells:
+        assert cell.detector in DETECTORS
+        assert (cell.labelled is None) == (cell.gamma_l == 0)
+        assert cell.labelled != cell.normal
+
+
+def test_no_cell_stands_in_two_plans_but_the_pilots():
+    cells = [cell for plan in PLANS if plan not in ("pilot", "small") for cell in PLANS[plan]()]
+    assert len(set(cells)) == len(cells)
+
+
+def test_encoders_are_shared_by_what_was_pretrained_alike():
+    def cell(detector, **other):
+        return Cell(**{**CELLS[0].fields(), "detector": detector, **other})
+
+    assert cell("elsa+").encoder == cell("csi").encoder == cell("csi", labelled=None, gamma_l=0.0).encoder
+    assert cell("elsa").encoder == cell("simclr").encoder != cell("elsa+").encoder
+    assert len({cell("csi", **other).encoder for other in ({}, {"normal": "Dog"}, {"gamma_p": 0.0}, {"seed": 1})}) == 4
+    assert cell("kde").encoder is None
+    assert cell("kde").group != cell("kde", seed=1).group
+
+
+def test_cells_of_every_kind_of_detector_run(tmp_path, monkeypatch):
+    own = {
+        "deep-sad": {"autoencoder_epochs": 1, "epochs": 1},
+        "deep-svdd": {"autoencoder_epochs": 1, "epochs": 1},
+        "ss-dgm": {"epochs": 1, "hidden": 7},
+    }
+    unlabelled = ("isolation-forest", "oc-svm", "kde", "knn", "deep-svdd", "csi", "simclr")
+    cells = [Cell(name, "cifar10", "Car", None, 0.0, 0.1, 0) for name in unlabelled]
+    cells += [Cell(name, "cifar10", "Car", "Cat", 0.1, 0.1, 0) for name in ("deep-sad", "ssad", "ss-dgm", "elsa")]
+    monkeypatch.setitem(PLANS, "small", lambda: cells)
+    quick = {**QUICK, "finetune_epochs": 0}
+    assert run_plan("small", tmp_path / "r", None, 1e9, "cpu", quick, silent, own) == len(cells)
+    lines = {line["detector"]: line for line in map(json.loads, (tmp_path / "r").read_text().splitlines())}
+    assert set(lines) == {cell.detector for cell in cells}
+    assert lines["ss-dgm"]["settings"]["hidden"] == 7
+    assert lines["oc-svm"]["settings"]["nu"] == 0.1
+    assert lines["oc-svm"]["settings"]["gamma_"] > 0
+    assert all(0 <= line["auroc"] <= 100 for line in lines.values())
+    # elsa's encoder served simclr, although other cells lie between them in the plan
+    assert lines["simclr"]["seconds"]["pretrain"] > lines["elsa"]["seconds"]["pretrain"] == 0
+
+
+def test_the_budget_counts_each_detector_by_its_own_longest_cell(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    budget = module.Budget(50)
+    budget.spent("goad", 30)
+    budget.spent("kde", 2)
+    budget.spent("kde", 1)
+    now[0] += 30
+    assert not budget.allows("goad")
+    assert budget.allows("kde")
+    assert not budget.allows("never seen")  # as long as the longest of all
+    now[0] += 18.5
+    assert not budget.allows("kde")
 
 
 def test_two_fits_with_one_seed_agree_on_a_cpu():
