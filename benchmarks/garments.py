@@ -6,7 +6,7 @@ FOLDER holds the four .gz files (Debian: package dataset-fashion-mnist, /usr/sha
 torchvision's mobilenet_v2-b0353104.pth. Training images come from the train file, test images from the test file: 1,350
 normal, of which 30 are labelled, 150 hidden others, 30 labelled others; 500 and 500 to test. One JSON line is appended
 to the results for each (garment, seed, detector) that is missing there, so a killed run goes on where it stopped.
---detectors elsa+ is a tiny network that has seen nothing but the training images, as in `elsa demo --from-scratch`.
+--detectors elsa is a tiny network that has seen nothing but the training images, as in `elsa demo --from-scratch`.
 --table writes the lines as a table into docs/head.md.
 """
 
