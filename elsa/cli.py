@@ -190,6 +190,20 @@ def evaluate(model: Path, source: Path, labels: Path | None, as_json: bool, devi
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
 
 
+@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="run PLAN|speed|repeat [OPTIONS]")
+def bench(arguments: tuple[str, ...]) -> int:
+    """Fill the missing cells of a table of the paper, or measure speed.
+
+    run fills the cells of PLAN, resumable; speed measures views/s of every stage against the usual loop; repeat fits
+    one cell twice. `elsa bench run --help` and so on tell their options; `python -m elsa.bench` is the same without
+    click.
+    """
+    from elsa.bench.__main__ import main as run_bench
+
+    return run_bench(list(arguments))
+
+
 def main() -> None:
     """The entry point of the `elsa` command."""
     # OpenMP's threads wait by spinning, and spin against every other program: a fit of 2.5 s took 8 to 12 s beside one

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -13,9 +14,17 @@ from elsa.config import ElsaConfig, parse_settings
 from elsa.errors import UserError
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """Tells the user's mistake like the rest of the command does: in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
 def main(arguments: list[str]) -> int:
     """Parse, run, print; 0 done, 2 the user's mistake."""
-    parser = argparse.ArgumentParser(prog="elsa bench", description="Fill the missing cells of a table of the paper.")
+    parser = OneLineParser(prog="elsa bench", description="Fill the missing cells of a table of the paper.")
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="run the cells of PLAN that have no line in RESULTS yet")
     run.add_argument("plan", choices=sorted(PLANS))
@@ -36,8 +45,8 @@ def main(arguments: list[str]) -> int:
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         command.add_argument("--preset", default="fast" if torch.cuda.is_available() else "cpu")
         command.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
-    given = parser.parse_args(arguments)
     try:
+        given = parser.parse_args(arguments)
         settings = {"preset": given.preset, **parse_settings(ElsaConfig, given.settings)}
         if given.plan == "speed":
             figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)

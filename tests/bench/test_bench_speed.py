@@ -76,3 +76,17 @@ def test_a_run_measures_every_stage_and_writes_its_lines_under_one_id(tmp_path):
     assert write_speed([Measured("a", "b", 1.0, 1.0, 1.0, "x")], tmp_path / "speed.jsonl", "cpu", {})[0].startswith(
         "a, b"
     )
+
+
+def test_elsa_bench_is_the_same_command_and_errs_in_one_line(capsys):
+    from elsa.cli import run
+
+    assert run(["bench", "run", "no-such-plan", "--cifar10", "x"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("Error: argument plan: invalid choice: 'no-such-plan'")
+    assert error.count("\n") == 1
+    assert run(["bench"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit, match="0"):
+        run(["bench", "speed", "--help"])
+    assert "--turns" in capsys.readouterr().out
