@@ -11,7 +11,7 @@ Its dual has one number alpha in [0, C] for each image and is what is solved her
 
     min  alpha' (y y' K) alpha / 2   s.t.  y' alpha = 1,  sum of alpha over labelled images >= kappa
 
-With C = 1 / (nu N) and no labels this is the one-class SVM. The score is rho - w.phi(x).
+With C = 1 / (nu N) and no labelled anomalies this is the one-class SVM. The score is rho - w.phi(x).
 """
 
 from collections.abc import Callable, Sequence
@@ -177,7 +177,8 @@ class SSADDetector:
         train = torch.cat([train, (codes == ANOMALY).nonzero().flatten()])
         train = _at_most(train, codes, self.seed)
         codes = codes[train].to(self.device)
-        is_labelled = codes != UNLABELLED
+        # A margin lies between two kinds: without labelled anomalies, normals are as good as unlabelled.
+        is_labelled = (codes != UNLABELLED) & (codes == ANOMALY).any()
         rows_ND = as_rows(images, train).to(self.device)
         y_N = torch.where(codes == ANOMALY, -1.0, 1.0).double()
         num_unlabelled = int((~is_labelled).sum())
@@ -230,16 +231,16 @@ def _at_most(train: Tensor, codes: Tensor, seed: int) -> Tensor:
 
 
 def _check_feasible(config: SSADConfig, y_N: Tensor, is_labelled: Tensor, upper_N: Tensor) -> None:
-    """Refuse settings under which no multipliers satisfy the constraints, naming the one to change."""
+    """Refuse settings under which no multipliers satisfy the constraints, saying what is possible."""
     if not is_labelled.any():
         return
-    normals, anomalies = upper_N[is_labelled & (y_N > 0)].sum(), upper_N[is_labelled & (y_N < 0)].sum()
-    unlabelled = upper_N[~is_labelled].sum()
-    # As little as possible from anomalies: what they give must be matched by the others, beside the sum of 1.
-    from_anomalies = max(0.0, config.kappa - float(normals))
-    if from_anomalies > anomalies or 1 + from_anomalies > normals + unlabelled:
-        reach = min(float(anomalies), float(normals + unlabelled) - 1) + float(normals)
+    normals, anomalies = float(upper_N[is_labelled & (y_N > 0)].sum()), float(upper_N[y_N < 0].sum())
+    unlabelled = float(upper_N[~is_labelled].sum())
+    # What anomalies give must be matched by the others, beside the sum of 1, and the same the other way round.
+    anomalies = min(anomalies, normals + unlabelled - 1)
+    reach = anomalies + min(normals, 1 + anomalies)
+    if not config.kappa < reach:
         raise UserError(
             f"kappa={config.kappa} with nu={config.nu} and labelled_cost={config.labelled_cost} has no solution for "
-            f"{int(is_labelled.sum())} labelled images: kappa can be at most {max(reach, 0):.3g}; lower kappa or nu"
+            f"{int(is_labelled.sum())} labelled images: kappa must be below {max(reach, 0):.4g}; lower kappa or nu"
         )
