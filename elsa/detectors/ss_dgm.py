@@ -88,7 +88,7 @@ def evidence_bound(x_BD: Tensor, logits_BD: Tensor, mean_BZ: Tensor, log_varianc
     return log_likelihood_B - divergence_B
 
 
-def m2_loss(bound_B2: Tensor, class_logits_B2: Tensor, label_B: Tensor, weight: float) -> Tensor:
+def m2_loss(bound_B2: Tensor, class_logits_B2: Tensor, label_B: Tensor, weight: Tensor | float) -> Tensor:
     """Minus the bound of the known class, or of both as q(y|x) mixes them plus its entropy, and the cross-entropy.
 
     `bound_B2` holds log p(x, y) bounds: the prior of the class is part of them. A labelled image pays `weight` times
@@ -102,7 +102,7 @@ def m2_loss(bound_B2: Tensor, class_logits_B2: Tensor, label_B: Tensor, weight: 
 
 
 def step_loss(
-    net: M2, images: Tensor, label_B: Tensor, noise_2BZ: Tensor, log_prior: tuple[float, float], weight: float
+    net: M2, images: Tensor, label_B: Tensor, noise_2BZ: Tensor, log_prior: tuple[float, float], weight: Tensor
 ) -> Tensor:
     """M2's loss of one batch; each image is tried as both classes."""
     x_BD = plain(images).flatten(1)
@@ -137,7 +137,8 @@ class SSDGMDetector:
         codes, resident = codes.to(self.device), reside(images, self.device)
         self.shape_ = tuple(images.shape[1:])
         self.net_ = self._new_net()
-        weight = config.classification_weight / (codes[train] != UNLABELLED).float().mean().item()
+        # a tensor: compiled code takes a number as a constant and would be compiled anew for each training set
+        weight = config.classification_weight / (codes[train] != UNLABELLED).float().mean()
         log_prior = (math.log(1 - config.anomaly_prior), math.log(config.anomaly_prior))
         step = tuned(step_loss, self.device)
 
