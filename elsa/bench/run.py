@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -210,11 +211,16 @@ def provenance(device: str) -> dict[str, Any]:
     """Where a line comes from: command, commit, versions, card."""
     card = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or "cpu"
     return {
-        "command": "python -m elsa.bench " + " ".join(sys.argv[1:]),
+        "command": shlex.join(["python", "-m", "elsa.bench", *(_public(word) for word in sys.argv[1:])]),
         "commit": commit(),
         "versions": {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()},
         "card": card,
     }
+
+
+def _public(word: str) -> str:
+    """A word of the command without the folders of this machine, which say nothing to a reader of the line."""
+    return f"DIR/{Path(word).name}" if Path(word).is_absolute() else word
 
 
 def commit() -> str:

@@ -206,3 +206,9 @@ def test_the_command_refuses_what_the_user_can_put_right_in_one_line(tmp_path, m
     assert error.count("\n") == 1
     assert main(["repeat", "--cifar10", str(tmp_path), "--set", "tua=1"]) == 2
     assert "there is no setting 'tua'" in capsys.readouterr().err
+
+
+def test_a_line_names_no_folder_of_the_machine_that_made_it(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bench", "run", "pilot", "--cifar10", "/home/ann/my data/cifar-10-batches-bin"])
+    command = module.provenance("cpu")["command"]
+    assert command == "python -m elsa.bench run pilot --cifar10 DIR/cifar-10-batches-bin"
