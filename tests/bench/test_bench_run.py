@@ -83,6 +83,11 @@ def test_no_cell_is_started_that_would_overrun_the_budget(tmp_path):
     assert not (tmp_path / "results.jsonl").exists()
 
 
+def test_a_line_tells_its_command_without_where_this_machine_keeps_things(monkeypatch, tmp_path):
+    monkeypatch.setattr(module.sys, "argv", ["elsa", "run", "--cifar10", str(tmp_path / "cifar"), "--results", "a/b"])
+    assert module.provenance("cpu")["command"] == "python -m elsa.bench run --cifar10 cifar --results a/b"
+
+
 def test_lines_of_another_plan_do_not_count(tmp_path):
     append_line(tmp_path / "r", {"plan": "other", **CELLS[0].fields()})
     assert finished_cells(tmp_path / "r", "small") == set()
