@@ -209,8 +209,6 @@ def auroc_per_class(scores: np.ndarray, classes: np.ndarray, normal: int) -> dic
 
 def provenance(device: str) -> dict[str, Any]:
     """Where a line comes from: command, commit, versions, card."""
-    # where a folder lies is this machine's business; its name is enough to repeat the command
-    words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     card = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or "cpu"
     return {
         "command": shlex.join(["python", "-m", "elsa.bench", *(_public(word) for word in sys.argv[1:])]),
