@@ -185,7 +185,8 @@ def _audit(split: DemoSplit, progress: Progress) -> Audit:
     """What `elsa data check` says about the training set."""
     order = np.argsort(split.train_index)
     source = open_source(DEMO_FILE).subset(split.train_index[order].tolist())
-    return audit(dataclasses.replace(source, labels=[split.labels[i] for i in order]), progress)
+    found = audit(dataclasses.replace(source, labels=[split.labels[i] for i in order]), progress)
+    return dataclasses.replace(found, source=DEMO_FILE.name)  # where it is installed concerns no reader of the report
 
 
 def _words(is_anomaly: NDArray[np.bool_]) -> list[str]:
@@ -234,12 +235,14 @@ def _report(
             for place, word in zip(places, words, strict=True)
         ]
 
+    normals, anomalies = split.labels.count("normal"), split.labels.count("anomaly")
     best, runs = next(row for row in result.rows if row.ours), len(next(iter(result.evaluations.values())))
     on_test = (split.test_index, test_scores, split.test_anomaly)
     return Report(
         title="Bags, and what hides among them",
-        lead=f"Elsa was given {len(split.labels):,} pictures as bags. {result.hidden} of them are shirts, shoes and "
-        "other garments, and nobody said which. Thirty labelled bags and thirty labelled others were all its help.",
+        lead=f"Elsa was given {len(split.labels) - anomalies:,} pictures as bags. {result.hidden} of them are shirts, "
+        f"shoes and other garments, and nobody said which. All its help: {normals} of the bags named as bags, and "
+        f"{anomalies} more pictures named as no bags.",
         tiles=[
             (f"{best.value:.1f}", f"AUROC in percent on new pictures, {_runs(runs)}"),
             (
@@ -256,7 +259,8 @@ def _report(
         galleries=[
             Gallery(
                 "Suspects hidden in the training set",
-                "The unlabelled training pictures that look least like bags to Elsa, worth a look before the next fit.",
+                "The unlabelled training pictures that look least like bags to Elsa, worth a look before the next fit. "
+                "Below each stands what it shows and whether it is an anomaly; Elsa was not told.",
                 pictures(suspicious[:SHOWN], split.train_index, train_scores, split.hidden),
             ),
             Gallery(

@@ -60,10 +60,10 @@ class Audit:
 
     def lines(self) -> list[str]:
         """Plain text, one finding after the other."""
-        counts = ", ".join(f"{count} {word}" for word, count in self.labels.items())
-        lines = [f"{self.source}: {self.images} images ({counts})"]
+        counts = ", ".join(f"{count:,} {word}" for word, count in self.labels.items())
+        lines = [f"{self.source}: {self.images:,} images ({counts})"]
         for finding in self.findings:
-            lines.append(f"{finding.severity}: {finding.kind}: {finding.count}. {finding.explanation}")
+            lines.append(f"{finding.severity}: {finding.kind}: {finding.count:,}. {finding.explanation}")
             lines += [f"    {example}" for example in finding.examples]
         if not self.findings:
             lines.append("nothing to complain about")

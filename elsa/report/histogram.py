@@ -56,4 +56,4 @@ def _ticks(low: float, high: float) -> list[tuple[float, int]]:
     margin = (high - low) * 0.03  # a number at the very edge would be cut
     first = np.ceil((low + margin) / step)
     last = np.floor((high - margin) / step)
-    return [(float(number * step), digits) for number in np.arange(first, last + 1)]
+    return [(float(number * step) + 0.0, digits) for number in np.arange(first, last + 1)]  # + 0.0: or it reads "-0"

@@ -121,8 +121,8 @@ def _gallery(gallery: Gallery) -> str:
         small = ' class="small"' if max(picture.image.shape[-2:]) < SMALLEST_SHOWN else ""
         figures.append(
             f'<figure><img{small} src="{data_uri(picture.image)}" alt="{escape(picture.caption)}" loading="lazy">'
-            f"<figcaption><span>{escape(picture.caption)}</span><span class=score>{picture.score:.2f}</span>{badge}"
-            "</figcaption></figure>"
+            f'<figcaption><span title="{escape(picture.caption)}">{escape(picture.caption)}</span>{badge}'
+            f'<span class="score">{picture.score:.2f}</span></figcaption></figure>'
         )
     return (
         f"<section><h2>{escape(gallery.title)}</h2><p>{escape(gallery.explanation)}</p>\n"

@@ -111,6 +111,11 @@ def test_the_histogram_survives_one_score_for_all_and_keeps_an_outlier_at_the_ed
     assert ticks == [0.2, 0.4, 0.6, 0.8]
 
 
+def test_zero_on_the_axis_has_no_sign():
+    svg = draw_histogram([Series("around zero", "normal", np.linspace(-4, 18, 99).tolist())])
+    assert re.findall(r">([-\d.]+)</text>", svg) == ["0", "5", "10", "15"]
+
+
 def test_an_empty_part_leaves_no_empty_heading():
     page = render(Report(title="t", lead="l"))
     assert "<h2>" not in page
