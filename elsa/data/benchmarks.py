@@ -1,6 +1,7 @@
 """Public benchmark sets in the layouts their publishers chose; the files stay where the user has them."""
 
 import gzip
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,12 @@ CIFAR10_FILES = {
 }
 CIFAR10_RECORD = 1 + 3 * 32 * 32
 CIFAR10_IMAGES_PER_FILE = 10_000
+# Sum of the CRC-32 of all records: the same whatever their order, so that any complete copy passes.
+CIFAR10_CHECKSUMS = {"train": 107599159257505, "test": 21341954354611}
+IMAGENETTE_CLASSES = [
+    "tench", "English springer", "cassette player", "chain saw", "church", "French horn", "garbage truck", "gas pump",
+    "golf ball", "parachute",
+]  # fmt: skip
 FASHION_MNIST_CLASSES = [
     "T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
 ]  # fmt: skip
@@ -51,8 +58,15 @@ def _join_cifar10(folder: Path, part: str, files: list[np.ndarray]) -> tuple[Ten
         raise UserError(
             f"{folder}: the {part} files hold {counts.tolist()} images per class, CIFAR-10 has ten equal ones"
         )
+    if CIFAR10_CHECKSUMS.get(part, checksum(records)) != checksum(records):
+        raise UserError(f"{folder}: the {part} files do not hold CIFAR-10's images and classes; fetch them again")
     images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
     return torch.from_numpy(images), torch.from_numpy(records[:, 0].astype(np.int64))
+
+
+def checksum(records: np.ndarray) -> int:
+    """Sum of the CRC-32 of each row: changes with any byte, not with the order of the rows."""
+    return sum(zlib.crc32(record) for record in np.ascontiguousarray(records))
 
 
 def load_fashion_mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:

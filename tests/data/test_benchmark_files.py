@@ -19,6 +19,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 def small_cifar10(tmp_path, monkeypatch):
     """Six files of 20 images each, class k in a pattern that tells channel, row and column apart."""
     monkeypatch.setattr(benchmarks, "CIFAR10_IMAGES_PER_FILE", 20)
+    monkeypatch.setattr(benchmarks, "CIFAR10_CHECKSUMS", {})
     image = (np.arange(3)[:, None, None] * 64 + np.arange(32)[:, None] + np.arange(32) % 2 * 32).astype(np.uint8)
     for number, name in enumerate([*benchmarks.CIFAR10_FILES["train"], *benchmarks.CIFAR10_FILES["test"]]):
         records = [bytes([k % 10]) + (image + number).tobytes() for k in range(20)]
