@@ -4,13 +4,16 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import elsa
+import elsa.data.demo
 from elsa.cli import cli, run
+from elsa.trust.metrics import auroc
 
 ROOT = Path(__file__).parent.parent
 EXECUTED = ["README.md", "docs/quickstart.md"]
@@ -46,13 +49,16 @@ def test_every_command_of_the_page_works(page, tmp_path, monkeypatch, capsys):
     assert ran >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not WEIGHTS, reason="needs MobileNetV2's weights")
-def test_the_python_of_the_readme_works(tmp_path):
+def test_the_python_of_the_readme_works(monkeypatch):
+    """On a quarter of the demo's images, for a machine embeds 250 of them a second."""
+    quarter = {"normals": 350, "hidden": 40, "labelled_normals": 10, "labelled_anomalies": 10, "test": 200}
+    monkeypatch.setattr(elsa.data.demo, "demo_split", partial(elsa.data.demo.demo_split, **quarter))
     [code] = blocks("README.md", "python")
-    check = "\nassert scores.shape == (1000,)\nfrom elsa.trust.metrics import auroc\n"
-    check += "assert auroc(scores.numpy(), demo.test_anomaly.numpy()) > 0.9"
-    subprocess.run([sys.executable, "-c", code + check], check=True, cwd=tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert names["scores"].shape == (200,)
+    assert auroc(names["scores"].numpy(), names["demo"].test_anomaly.numpy()) > 0.9
 
 
 def test_the_readme_opens_with_demo_and_test():

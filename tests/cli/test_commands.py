@@ -5,9 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import click
 import pyarrow.parquet as pq
@@ -16,6 +13,7 @@ import torch
 from PIL import Image
 from tiny_folder import QUICK, make_photos
 
+import elsa.checkpoint
 from elsa import load
 from elsa.cli import METHODS, cli, run
 from elsa.data.load import load_images
@@ -174,52 +172,31 @@ def test_an_error_of_ours_is_short_and_says_how_to_see_more(monkeypatch, photos,
     assert "Traceback" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_control_c_then_resume_gives_the_model_of_an_unbroken_fit(photos, labels, tmp_path):
+def test_control_c_then_resume_gives_the_model_of_an_unbroken_fit(photos, labels, tmp_path, monkeypatch, capsys):
     """Interrupted once the first checkpoint stands; the resumed fit ends at the same bytes."""
-    code = (
-        "import torch; torch.set_num_threads(1);"  # the step is too small for two
-        "import elsa.checkpoint as c; c.SECONDS_BETWEEN = 0; from elsa.cli import main; main()"
-    )
-    options = [*QUICK, "--set", "pretrain_epochs=15"]
+    write = elsa.checkpoint.write_checkpoint
+    monkeypatch.setattr(elsa.checkpoint, "SECONDS_BETWEEN", 0)
 
     def fit(name, *more):
-        command = [
-            sys.executable,
-            "-c",
-            code,
-            "fit",
-            str(photos),
-            "--labels",
-            str(labels),
-            "--out",
-            str(tmp_path / name),
-        ]
-        return subprocess.Popen([*command, *options, *more], stderr=subprocess.PIPE, text=True)
+        options = ["--labels", str(labels), "--out", str(tmp_path / name), *QUICK, "--set", "pretrain_epochs=3"]
+        return run(["fit", str(photos), *options, *more])
 
-    process = fit("broken")
-    checkpoint = tmp_path / "broken.checkpoint"
-    while not checkpoint.exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    stderr = process.communicate()[1]
-    assert process.returncode == 130, stderr
-    assert (
-        stderr.splitlines()[-1]
-        == "Interrupted: nothing half-written is left; add --resume to the same command to go on"
-    )
-    assert not (tmp_path / "broken").exists()
+    def write_and_interrupt(*arguments):
+        write(*arguments)
+        signal.raise_signal(signal.SIGINT)  # what a terminal sends
 
-    whole, resumed = fit("whole"), fit("broken", "--resume")
-    for process in (whole, resumed):
-        stderr = process.communicate()[1]
-        assert process.returncode == 0, stderr
-    assert (tmp_path / "broken" / "model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "model.safetensors"
-    ).read_bytes()
-    assert not checkpoint.exists()
+    with monkeypatch.context() as first_try:
+        first_try.setattr(elsa.checkpoint, "write_checkpoint", write_and_interrupt)
+        assert fit("broken") == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "Interrupted: nothing half-written is left; add --resume to the same command to go on"
+    assert {path.name for path in tmp_path.iterdir()} == {"broken.checkpoint"}
+
+    assert fit("whole") == fit("broken", "--resume") == 0
+    assert "pretrain 1/3" not in capsys.readouterr().err.split("read images")[-1]  # it did go on
+    broken, whole = (tmp_path / name / "model.safetensors" for name in ("broken", "whole"))
+    assert broken.read_bytes() == whole.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"broken", "whole"}
 
 
 @pytest.mark.skipif("ELSA_MOBILENET_V2" not in os.environ, reason="names torchvision's weight file")

@@ -179,10 +179,10 @@ def test_defaults_are_the_published_ones():
     assert SSADConfig() == SSADConfig(kappa=1.0, nu=0.1, labelled_cost=1.0)
 
 
-@pytest.mark.slow
-def test_the_size_of_the_papers_sets_takes_minutes():
+def test_the_solver_ends_on_thousands_of_images_of_noise():
+    """No two alike and no structure: nearly all become support vectors. The paper's 5,547 take 28 s, too long here."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (5547, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    labels = ["normal"] * 277 + [""] * 4993 + ["anomaly"] * 277
+    images = torch.randint(0, 256, (1553, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = ["normal"] * 79 + [""] * 1395 + ["anomaly"] * 79
     detector = SSADDetector().fit(images, labels)
     assert detector.calibration_.isfinite().all()
