@@ -8,6 +8,7 @@ import io
 import itertools
 import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -124,7 +125,9 @@ def network_from(weights: Mapping[str, object], origin: str) -> MobileNetV2:
 
 def _unpickle_tensors(payload: bytes, file: Path) -> Mapping[str, object]:
     try:
-        weights = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch wonders about a pickle before it refuses it; one line is enough
+            weights = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(
             f"encoder weights {file} cannot be read as a file of plain tensors "

@@ -106,7 +106,6 @@ def rubbish(net, kind, file):
         file.write_bytes(pickle.dumps(Evil()))
 
 
-@pytest.mark.filterwarnings("default")  # what torch says about a file is not what is tested here
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
