@@ -42,6 +42,11 @@ def two_views(images: Tensor, draws: Tensor, shifts: int, area_min: float, area_
     return torch.cat([torch.rot90(block, i % shifts, (2, 3)) for i, block in enumerate(x.chunk(2 * shifts))])
 
 
+def one_view(images: Tensor, draws: Tensor, shifts: int, area_min: float, area_max: float) -> Tensor:
+    """The same weak view of all images in all rotations, ordered by rotation: draws is one row."""
+    return rotations(weak(images, draws.expand(len(images), -1), area_min, area_max), shifts)
+
+
 def plain(images: Tensor) -> Tensor:
     """Floats in [0, 1], not augmented."""
     return images.float() / 255

@@ -2,15 +2,15 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from elsa.augment import draw, rotations, weak
 from elsa.config import ElsaConfig
 from elsa.energy import energy
+from elsa.inference import fold_norms, project
 from elsa.nets import Net
 from elsa.seeds import generator
 from elsa.strong import strong
-from elsa.training import project
 
 GROUP = 64  # images whose AUROC is taken together, as in the paper
 
@@ -28,13 +28,13 @@ def early_stop_copies(images: Tensor, config: ElsaConfig, seed: int) -> tuple[Te
 
 def early_stop_score(net: Net, prototypes_KD: Tensor, copies: tuple[Tensor, Tensor], config: ElsaConfig) -> float:
     """AUROC of strongly against weakly augmented copies by energy, mean over groups; higher is a better model."""
-    net.eval()
-    weak_B, strong_B = (rotation_summed_energy(net, prototypes_KD, x, config) for x in copies)
+    folded = fold_norms(net, config)
+    weak_B, strong_B = (rotation_summed_energy(folded, prototypes_KD, x, config) for x in copies)
     groups = zip(weak_B.split(GROUP), strong_B.split(GROUP), strict=True)
     return torch.stack([pairwise_auroc(normal, anomalous) for normal, anomalous in groups]).mean().item()
 
 
-def rotation_summed_energy(net: Net, prototypes_KD: Tensor, x: Tensor, config: ElsaConfig) -> Tensor:
+def rotation_summed_energy(net: nn.Module, prototypes_KD: Tensor, x: Tensor, config: ElsaConfig) -> Tensor:
     """Energy of each image, summed over its rotations; higher is more anomalous."""
     z_ND = F.normalize(project(net, rotations(x, config.shifts), config), dim=1)
     return energy(z_ND, prototypes_KD, config.score_tau).view(config.shifts, len(x)).sum(dim=0)

@@ -9,18 +9,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from elsa.augment import draw, rotations, weak
+from elsa.augment import draw, one_view
 from elsa.checkpoint import Checkpoint
 from elsa.config import ElsaConfig, method_config
 from elsa.energy import ENSEMBLES
 from elsa.errors import UserError
 from elsa.finetune import finetune
+from elsa.inference import PROJECTION_BATCH, filled_up, fold_norms, project
 from elsa.labels import ANOMALY, UNLABELLED, encode_labels
 from elsa.nets import Net, build_net, channels_last
 from elsa.pretrain import pretrain
 from elsa.progress import Progress, silent
 from elsa.seeds import fold, generator
-from elsa.training import PROJECTION_BATCH, fetch, project, reside
+from elsa.training import fetch, reside, tuned
 
 FEWEST_IMAGES = 16  # below this there is nothing to contrast, to cluster or to hold back
 
@@ -93,16 +94,15 @@ class Elsa:
                 f"images of shape {list(images.shape[1:])} given, the model was fitted on {list(self.shape_)}"
             )
         config, views = self.config, draw(self.config.views, generator(self.seed, "score")).to(self.device)
-        ensemble = ENSEMBLES[config.ensemble]
-        scores = []
-        for start in range(0, len(images), PROJECTION_BATCH // config.shifts):
-            stop = min(len(images), start + PROJECTION_BATCH // config.shifts)
-            batch = fetch(images, torch.arange(start, stop), self.device)
-            raw = []
-            for view in views:
-                x = weak(batch, view.expand(len(batch), -1), config.crop_area_min, config.crop_area_max)
-                raw.append(project(self.net_, rotations(x, config.shifts), config).view(config.shifts, len(batch), -1))
-            scores.append(ensemble(torch.stack(raw), self.prototypes_, config.score_tau).cpu())
+        ensemble, net = ENSEMBLES[config.ensemble], fold_norms(self.net_, config)
+        make_view = tuned(one_view, self.device)
+        area, at_once, scores = (config.crop_area_min, config.crop_area_max), PROJECTION_BATCH // config.shifts, []
+        for start in range(0, len(images), at_once):
+            stop = min(len(images), start + at_once)
+            batch = filled_up(fetch(images, torch.arange(start, stop), self.device), at_once)
+            raw = [project(net, make_view(batch, view, config.shifts, *area), config) for view in views]
+            raw_VRBD = torch.stack(raw).unflatten(1, (config.shifts, len(batch)))[:, :, : stop - start]
+            scores.append(ensemble(raw_VRBD, self.prototypes_, config.score_tau).cpu())
             self.progress("score", stop, len(images), {})
         return torch.cat(scores) if scores else torch.empty(0)
 

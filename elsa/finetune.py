@@ -11,6 +11,7 @@ from elsa.checkpoint import Checkpoint
 from elsa.config import ElsaConfig
 from elsa.early_stop import early_stop_copies, early_stop_score
 from elsa.energy import energy
+from elsa.inference import PROJECTION_BATCH, fold_norms, project
 from elsa.labels import ANOMALY
 from elsa.losses import energy_loss, rotation_loss
 from elsa.nets import Net
@@ -18,15 +19,13 @@ from elsa.progress import Progress
 from elsa.prototypes import spherical_kmeans
 from elsa.seeds import generator
 from elsa.training import (
-    PROJECTION_BATCH,
     Pace,
+    TrainStep,
     batches_per_epoch,
     build_optimizer,
     epoch_batches,
     fetch,
     precision,
-    project,
-    tuned,
 )
 
 
@@ -48,9 +47,10 @@ def finetune_loss(
 
 def embed(net: Net, images: Any, index_N: Tensor, config: ElsaConfig) -> Tensor:
     """Unit embeddings of the images as they are, all rotations: [shifts * N, D]."""
-    net.eval()
+    folded = fold_norms(net, config)
     batches = index_N.split(PROJECTION_BATCH // config.shifts)
-    raw = [project(net, rotations(plain(fetch(images, b, index_N.device)), config.shifts), config) for b in batches]
+    turned = (rotations(plain(fetch(images, b, index_N.device)), config.shifts) for b in batches)
+    raw = [project(folded, x, config) for x in turned]
     return F.normalize(torch.cat(raw), dim=1)
 
 
@@ -79,7 +79,7 @@ def finetune(
     best = {name: tensor.to(device) for name, tensor in loose.items()}
     prototypes_KD = best.pop("current prototypes", torch.empty(0))
 
-    step_loss = tuned(finetune_loss, device)
+    update = TrainStep(finetune_loss, net, optimizer, config)
     pace = Pace()
     for epoch in range(start, config.finetune_epochs):
         if epoch % config.prototypes_every == 0:
@@ -90,11 +90,7 @@ def finetune(
         total, steps = torch.zeros((), device=device), batches_per_epoch(len(trained_on), config.finetune_batch)
         for index_B in epoch_batches(trained_on, config.finetune_batch, generator(seed, "finetune order", epoch)):
             draws = draw(2 * config.shifts * len(index_B), draws_of)
-            loss = step_loss(net, prototypes_KD, fetch(images, index_B, device), label_N[index_B], draws, config)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
+            total += update(prototypes_KD, fetch(images, index_B, device), label_N[index_B], draws)
         score = early_stop_score(net, prototypes_KD, copies, config)
         if not history or score > max(entry["early_stop"] for entry in history):
             best = {name: tensor.clone() for name, tensor in net.state_dict().items()}

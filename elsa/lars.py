@@ -44,4 +44,4 @@ class Lars(torch.optim.Optimizer):
             torch._foreach_mul_(updates, list(ratio.unbind()))
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, updates)
-            torch._foreach_add_(weights, buffers, alpha=-group["lr"])
+            torch._foreach_sub_(weights, torch._foreach_mul(buffers, group["lr"]))

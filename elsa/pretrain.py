@@ -13,7 +13,17 @@ from elsa.losses import nt_xent
 from elsa.nets import Net
 from elsa.progress import Progress
 from elsa.seeds import generator
-from elsa.training import Pace, batches_per_epoch, build_optimizer, epoch_batches, fetch, precision, tuned, warm_cosine
+from elsa.training import (
+    Pace,
+    TrainStep,
+    batches_per_epoch,
+    build_optimizer,
+    epoch_batches,
+    fetch,
+    precision,
+    set_rate,
+    warm_cosine,
+)
 
 
 def contrastive_loss(net: Net, images: Tensor, draws: Tensor, config: ElsaConfig) -> Tensor:
@@ -43,7 +53,7 @@ def pretrain(
     parts = {"net": net, "optimizer": optimizer}
     start, _, _ = checkpoint.restore("pretrain", parts)
     steps = batches_per_epoch(len(index_N), config.pretrain_batch)
-    step_loss = tuned(contrastive_loss, device)
+    update = TrainStep(contrastive_loss, net, optimizer, config)
     net.train()
     pace = Pace()
     for epoch in range(start, config.pretrain_epochs):
@@ -52,14 +62,8 @@ def pretrain(
         batches = epoch_batches(index_N, config.pretrain_batch, generator(seed, "pretrain order", epoch))
         for step, index_B in enumerate(batches, start=epoch * steps):
             share = warm_cosine(step, steps * config.pretrain_epochs, steps * config.pretrain_warmup)
-            optimizer.param_groups[0]["lr"] = config.pretrain_lr * share
-            loss = step_loss(
-                net, fetch(images, index_B, device), draw(2 * config.shifts * len(index_B), draws_of), config
-            )
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
+            set_rate(optimizer, config.pretrain_lr * share)
+            total += update(fetch(images, index_B, device), draw(2 * config.shifts * len(index_B), draws_of))
         views = steps * min(config.pretrain_batch, len(index_N)) * 2 * config.shifts
         figures = {"loss": total.item() / steps, "views/s": pace.rate(views)}
         progress("pretrain", epoch + 1, config.pretrain_epochs, figures)

@@ -27,7 +27,7 @@ from elsa.finetune import finetune_loss
 from elsa.nets import Net, build_net, channels_last
 from elsa.pretrain import contrastive_loss
 from elsa.seeds import generator
-from elsa.training import build_optimizer, tuned
+from elsa.training import TrainStep, build_optimizer, tuned
 
 WARM_UP = 3  # calls before the clock runs: compilation, allocator, worker start
 
@@ -128,8 +128,10 @@ class _Work:
         self.prototypes = F.normalize(prototypes, dim=1).to(device)
         self.draws = generator(0, "draws", device=device)
         self.net, self.plain_net, self.tuned_net = self._net(), self._fresh().to(device), self._net()
-        self.optimizer = build_optimizer("adam", self.net, 1e-4, 0.0)
-        self.tuned_optimizer = build_optimizer("adam", self.tuned_net, 1e-4, 0.0)
+        optimizer = build_optimizer(config.pretrain_optimizer, self.net, 1e-4, config.pretrain_weight_decay)
+        self.pretrain_step = TrainStep(contrastive_loss, self.net, optimizer, config)
+        optimizer = build_optimizer("adam", self.tuned_net, 1e-4, 0.0)
+        self.finetune_step = TrainStep(finetune_loss, self.tuned_net, optimizer, config)
         self.plain_optimizer = torch.optim.Adam(self.plain_net.parameters(), 1e-4)
         self.model = Elsa(device=str(device))
         self.model.config, self.model.net_, self.model.prototypes_ = config, self._net().eval(), self.prototypes
@@ -163,22 +165,14 @@ class _Work:
         config, batch = self.config, self.config.pretrain_batch
         views = 2 * config.shifts * batch
         self.net.train()
-        loss = tuned(contrastive_loss, self.device)(self.net, self.images[:batch], draw(views, self.draws), config)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.optimizer.step()
+        self.pretrain_step(self.images[:batch], draw(views, self.draws))
         return views
 
     def finetune(self) -> int:
         config, batch = self.config, self.config.finetune_batch
         views = 2 * config.shifts * batch
         self.tuned_net.train(config.finetune_batchnorm == "train")
-        loss = tuned(finetune_loss, self.device)(
-            self.tuned_net, self.prototypes, self.images[:batch], self.labels, draw(views, self.draws), config
-        )
-        self.tuned_optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.tuned_optimizer.step()
+        self.finetune_step(self.prototypes, self.images[:batch], self.labels, draw(views, self.draws))
         return views
 
     def score(self) -> int:

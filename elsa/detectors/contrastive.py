@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elsa.augment import draw, rotations, weak
+from elsa.augment import draw, one_view
 from elsa.config import ElsaConfig
 from elsa.detectors.inputs import Images, hold_out, not_anomalies
 from elsa.detectors.networks import checked_pixels, each_batch, packed, score_batches, unpack
 from elsa.elsa import Elsa
+from elsa.inference import PROJECTION_BATCH, fold_norms, project
 from elsa.nets import EMBEDDING, Net, build_net
 from elsa.progress import Progress, silent
 from elsa.seeds import generator
-from elsa.training import PROJECTION_BATCH, fetch, project, reside
+from elsa.training import fetch, reside, tuned
 
 
 def nearest_cosine(z_BD: Tensor, bank_ND: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class CSIDetector:
         self.shape_ = tuple(images.shape[1:])
         self.net_ = self._new_net()
         self.net_.load_state_dict(weights)
-        self.net_.eval()
+        self.folded_ = fold_norms(self.net_.eval(), self.config)
         train, held_out = hold_out(not_anomalies(codes), self.seed)
         self._remember(*self._outputs(resident, train.to(self.device)))
         self.calibration_ = self.anomaly_score(fetch(resident, held_out, self.device))
@@ -104,6 +105,7 @@ class CSIDetector:
         model.shape_ = tuple(about["shape"])
         model.net_ = model._new_net()
         unpack(model.net_, tensors)
+        model.folded_ = fold_norms(model.net_, model.config)
         model.bank_RND_ = tensors["bank"].to(model.device)
         model.norm_R_, model.mean_logit_R_ = tensors["norm"].to(model.device), tensors["logit"].to(model.device)
         model.calibration_ = tensors["calibration"]
@@ -133,12 +135,12 @@ class CSIDetector:
 
     def _mean_outputs(self, images: Tensor) -> Tensor:
         """Projections and logits of each rotation, averaged over the augmentations all images share: [B, R, D + R]."""
-        config, module = self.config, _Outputs(self.net_)
+        config, module = self.config, _Outputs(self.folded_)
         views = draw(config.views, generator(self.seed, "score")).to(self.device)
-        total = torch.zeros((), device=self.device)
+        total, make_view = torch.zeros((), device=self.device), tuned(one_view, self.device)
         for view in views:
-            x = weak(images, view.expand(len(images), -1), config.crop_area_min, config.crop_area_max)
-            total = total + project(module, rotations(x, config.shifts), config)
+            x = make_view(images, view, config.shifts, config.crop_area_min, config.crop_area_max)
+            total = total + project(module, x, config)
         return (total / len(views)).unflatten(0, (config.shifts, len(images))).transpose(0, 1)
 
     def _new_net(self) -> Net:

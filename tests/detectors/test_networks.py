@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from elsa.detectors import contrastive, deep_sad, goad, ss_dgm, ssad
+from elsa.detectors import deep_sad, goad, ss_dgm, ssad
 from elsa.detectors.contrastive import CSIDetector
 from elsa.detectors.deep_sad import Autoencoder, DeepSADDetector, LeNet
 from elsa.detectors.goad import GOADDetector, WideResNet
@@ -24,9 +24,7 @@ from elsa.detectors.networks import (
 )
 from elsa.detectors.ss_dgm import M2, SSDGMDetector
 from elsa.errors import UserError
-from elsa.nets import build_net
 from elsa.progress import silent
-from elsa.training import project_batch
 
 HALVES = (math.log(0.5), math.log(0.5))
 CPU = torch.device("cpu")
@@ -42,9 +40,6 @@ STEPS = {
         ss_dgm.step_loss, M2(768, 5, 3), IMAGES, LABELS, torch.zeros(2, 7, 3), HALVES, torch.rand(()),
     ),
     "ss-dgm score": lambda: (ss_dgm.log_odds, M2(768, 5, 3), IMAGES),
-    "csi score": lambda: (
-        project_batch, contrastive._Outputs(build_net("tiny", "auto", 3, 16, 4, torch.default_generator)), IMAGES / 255,
-    ),
 }  # fmt: skip
 
 

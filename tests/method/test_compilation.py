@@ -2,6 +2,7 @@ import pytest
 import torch
 from toy import TOY_SETTINGS, toy_images
 
+from elsa.augment import one_view
 from elsa.elsa import Elsa
 from elsa.finetune import finetune_loss
 from elsa.nets import build_net, channels_last
@@ -43,3 +44,13 @@ def test_one_compilation_serves_all_experiments_and_nothing_breaks_the_graph():
             step(pretrain, net.train())
             step(finetune, net.eval())
     assert len(graphs) == 2
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_views_of_a_score_are_one_graph_for_all_models():
+    compiled = torch.compile(one_view, backend="eager", fullgraph=True, dynamic=False)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for seed in range(3):
+            given = (toy_images(16, 4, seed=seed), torch.rand(12, generator=generator(seed, "view")), 4, 0.54, 0.54)
+            assert torch.equal(compiled(*given), one_view(*given))
