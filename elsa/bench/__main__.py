@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,45 +25,86 @@ class OneLineParser(argparse.ArgumentParser):
 
 def main(arguments: list[str]) -> int:
     """Parse, run, print; 0 done, 2 the user's mistake."""
-    parser = OneLineParser(prog="elsa bench", description="Fill the missing cells of a table of the paper.")
+    try:
+        given = _parser().parse_args(arguments)
+        action: Callable[[argparse.Namespace], str] = given.action
+        print(action(given))
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(prog="elsa bench", description="Every table of the paper on your card, and beside it.")
     commands = parser.add_subparsers(required=True)
+
     run = commands.add_parser("run", help="run the cells of PLAN that have no line in RESULTS yet")
-    run.add_argument("plan", choices=sorted(PLANS))
+    run.set_defaults(action=_run)
+    run.add_argument("plans", metavar="PLAN", nargs="+", choices=sorted(PLANS), help=", ".join(PLANS))
     run.add_argument("--results", type=Path, default=Path("results/results.jsonl"))
     run.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is started")
+    run.add_argument("--cifar10", type=Path, help="folder cifar-10-batches-bin")
+    run.add_argument("--data", type=Path, help="folder of the other sets: what pack wrote, or as published")
+    run.add_argument("--encoders", type=Path, help="folder to keep pre-trained encoders in, so that none is made twice")
+
     repeat = commands.add_parser("repeat", help="fit one cell twice with one seed: how far do the scores differ?")
-    repeat.set_defaults(plan="pilot")
+    repeat.set_defaults(action=_repeat)
+    repeat.add_argument("--cifar10", type=Path, required=True, help="folder cifar-10-batches-bin")
+
     speed = commands.add_parser("speed", help="views/s of each stage, against the usual loop and the card's limits")
-    speed.set_defaults(plan="speed")
+    speed.set_defaults(action=_speed)
     speed.add_argument("--results", type=Path, default=Path("results/speed.jsonl"))
     speed.add_argument("--size", type=int, default=32)
     speed.add_argument("--channels", type=int, default=3)
     speed.add_argument("--turns", type=int, default=5)
     speed.add_argument("--seconds", type=float, default=3.0, help="how long each variant runs in a turn")
-    for command in (run, repeat):
-        command.add_argument("--cifar10", type=Path, required=True, help="folder cifar-10-batches-bin")
+
+    pack = commands.add_parser("pack", help="pack Parquet files of images for hosts that have no pyarrow")
+    pack.set_defaults(action=_pack)
+    pack.add_argument("source", metavar="SOURCE", type=Path, help="folder of the Parquet files")
+    pack.add_argument("--out", type=Path, required=True)
+
     for command in (run, repeat, speed):
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         command.add_argument("--preset", default="fast" if torch.cuda.is_available() else "cpu")
         command.add_argument("--set", dest="settings", action="append", default=[], metavar="NAME=VALUE")
-    try:
-        given = parser.parse_args(arguments)
-        settings = {"preset": given.preset, **parse_settings(ElsaConfig, given.settings)}
-        if given.plan == "speed":
-            figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)
-            print("\n".join(write_speed(figures, given.results, given.device, settings)))
-            return 0
-        if "results" not in given:
-            print(repeat_cell(given.cifar10, given.device, settings, _print_now_and_then))
-            return 0
-        added = run_plan(
-            given.plan, given.results, given.cifar10, given.budget, given.device, settings, _print_now_and_then
-        )
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    print(f"{given.plan}: {added} cells added to {given.results}")
-    return 0
+    return parser
+
+
+def _run(given: argparse.Namespace) -> str:
+    added = run_plan(
+        given.plans,
+        given.results,
+        given.cifar10,
+        given.budget,
+        given.device,
+        _settings(given),
+        _print_now_and_then,
+        data=given.data,
+        encoders=given.encoders,
+    )
+    return f"{', '.join(given.plans)}: {added} cells added to {given.results}"
+
+
+def _repeat(given: argparse.Namespace) -> str:
+    return repeat_cell(given.cifar10, given.device, _settings(given), _print_now_and_then)
+
+
+def _speed(given: argparse.Namespace) -> str:
+    settings = _settings(given)
+    figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)
+    return "\n".join(write_speed(figures, given.results, given.device, settings))
+
+
+def _pack(given: argparse.Namespace) -> str:
+    from elsa.bench.pack import pack
+
+    return "\n".join(pack(given.source, given.out))
+
+
+def _settings(given: argparse.Namespace) -> dict:
+    return {"preset": given.preset, **parse_settings(ElsaConfig, given.settings)}
 
 
 def _print_now_and_then(stage: str, done: int, total: int, figures: dict[str, float]) -> None:

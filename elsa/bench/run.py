@@ -1,18 +1,12 @@
-"""Fills the missing cells of a plan: one pre-training for all cells of an encoder, one JSON line for each cell.
+"""Fills the missing cells of plans: one pre-training for all cells of an encoder, one JSON line for each cell.
 
 Needs torch, numpy, Pillow and scikit-learn alone: GPU hosts are often bare.
 """
 
 import dataclasses
-import fcntl
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,27 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elsa.bench.as_published import score_as_published
 from elsa.bench.claims import claimed
-from elsa.bench.plans import PLANS, PRETRAINED_AS, Cell
+from elsa.bench.encoders import EncoderStore
+from elsa.bench.lines import append_line, finished_cells, provenance
+from elsa.bench.plans import AS_PUBLISHED, OF_DATASET, PLANS, PRETRAINED_AS, VARIANTS, WATCHED, Cell
+from elsa.bench.protocols import Benchmark, auroc_per_class, load_benchmark
+from elsa.bench.watch import FinetuningWatch, PretrainingWatch, WatchedElsa, embeddings, looked_at
 from elsa.data.benchmarks import CIFAR10_CLASSES, load_cifar10
 from elsa.data.splits import one_class_split
 from elsa.detectors import build
 from elsa.elsa import Elsa
 from elsa.errors import UserError
+from elsa.nets import Net, build_net, channels_last
 from elsa.progress import Progress
-from elsa.trust.metrics import auroc
+from elsa.seeds import generator
 
 LOOK_AGAIN = 2.0  # seconds until a process with nothing left to do looks whether another one died over its work
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """Training and test images, and their classes as numbers."""
-
-    train_images: Tensor
-    train_classes: np.ndarray
-    test_images: Tensor
-    test_classes: np.ndarray
+Weights = dict[str, Tensor]
 
 
 @dataclass
@@ -54,71 +45,234 @@ class Budget:
         self.started = time.monotonic()
         self.longest: dict[str, float] = {}
 
-    def allows(self, detector: str) -> bool:
-        """Whether a cell that takes as long as the longest one of its detector (or of all) ends in time."""
-        expected = self.longest.get(detector, max(self.longest.values(), default=0.0))
+    def allows(self, what: str) -> bool:
+        """Whether a cell that takes as long as the longest one of its kind (or of all) ends in time."""
+        expected = self.longest.get(what, max(self.longest.values(), default=0.0))
         return time.monotonic() - self.started + expected <= self.seconds
 
-    def spent(self, detector: str, seconds: float) -> None:
+    def spent(self, what: str, seconds: float) -> None:
         """Remember how long a cell took."""
-        self.longest[detector] = max(seconds, self.longest.get(detector, 0.0))
+        self.longest[what] = max(seconds, self.longest.get(what, 0.0))
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all cells of a run are told: settings of Elsa and what stands on its pre-training, and of others by name."""
+
+    device: str
+    settings: dict[str, Any]
+    own_settings: dict[str, dict[str, Any]]
+    progress: Progress
+
+    def common(self, cell: Cell) -> dict[str, Any]:
+        """Settings of the encoder of a cell, which no variant changes."""
+        how = {"seed": cell.seed, "device": self.device, "progress": self.progress}
+        return {**OF_DATASET.get(cell.dataset, {}), **self.settings, **how}
+
+    def of(self, cell: Cell) -> dict[str, Any]:
+        """Settings of the detector of a cell."""
+        if cell.detector not in PRETRAINED_AS:
+            how = {"seed": cell.seed, "device": self.device, "progress": self.progress}
+            return {**self.own_settings.get(cell.detector, {}), **how}
+        return {**self.common(cell), **VARIANTS.get(cell.variant, {})}
 
 
 def run_plan(
-    plan: str,
+    plans: str | Sequence[str],
     results: Path,
-    cifar10: Path,
+    cifar10: Path | None,
     budget: float,
     device: str,
     settings: dict[str, Any],
     progress: Progress,
     own_settings: dict[str, dict[str, Any]] | None = None,
+    data: Path | None = None,
+    encoders: Path | None = None,
 ) -> int:
-    """Run missing cells until the plan is full or the budget would be overrun; how many were added.
+    """Run missing cells until the plans are full or the budget would be overrun; how many were added.
 
-    `settings` are those of Elsa and of what stands on its pre-training, `own_settings` those of other detectors by
-    name. Any number of processes may fill one plan. One that finds all that is missing in the hands of others waits:
-    if they die, it takes over.
+    Cells of several plans that share an encoder are done together. Any number of processes may fill one plan. One that
+    finds all that is missing in the hands of others waits: if they die, it takes over.
     """
-    if plan not in PLANS:
-        raise UserError(f"PLAN {plan!r} is unknown: use {', '.join(PLANS)}")
-    time_left = Budget(budget)
-    train_images, train_classes, test_images, test_classes = load_cifar10(cifar10)
-    benchmark = Benchmark(train_images.to(device), train_classes.numpy(), test_images.to(device), test_classes.numpy())
-    own_settings, added = own_settings or {}, 0
+    plans = [plans] if isinstance(plans, str) else list(plans)
+    for plan in plans:
+        if plan not in PLANS:
+            raise UserError(f"PLAN {plan!r} is unknown: use {', '.join(PLANS)}")
+    time_left, added = Budget(budget), 0
+    told = Told(device, settings, own_settings or {}, progress)
+    images = Images(cifar10, data, device)
+    store = EncoderStore(encoders)
     while True:
         elsewhere = False
-        for group in _groups(missing_cells(results, plan)):
-            with claimed(results, plan, group[0].group) as mine:
-                if not mine:
+        for group in _groups((plan, cell) for plan in plans for cell in missing_cells(results, plan)):
+            with ExitStack() as claims:
+                work = group[0][1].group
+                if not all(
+                    claims.enter_context(claimed(results, plan, work)) for plan in sorted({plan for plan, _ in group})
+                ):
                     elsewhere = True
                     continue
-                pretrained: dict[str, Tensor] | None = None
-                for cell in missing_cells(results, plan, group):
-                    if not time_left.allows(cell.detector):
+                weights: Weights | None = None
+                for plan, cell in group:
+                    if cell in finished_cells(results, plan):
+                        continue
+                    kind = f"{cell.detector} {cell.variant} {cell.dataset}"
+                    kind += " and its encoder" if weights is None and cell.encoder else ""
+                    if not time_left.allows(kind):
                         return added
                     begun = time.monotonic()
-                    chosen = settings if cell.detector in PRETRAINED_AS else own_settings.get(cell.detector, {})
-                    line, pretrained = run_cell(cell, benchmark, pretrained, device, chosen, progress)
+                    line, weights = run_cell(cell, images.of(cell.dataset), weights, told, store)
                     append_line(results, {"plan": plan, **line})
                     added += 1
-                    time_left.spent(cell.detector, time.monotonic() - begun)
+                    time_left.spent(kind, time.monotonic() - begun)
         if not elsewhere or not time_left.allows(""):
             return added
         time.sleep(LOOK_AGAIN)
 
 
-def missing_cells(results: Path, plan: str, cells: Iterable[Cell] | None = None) -> list[Cell]:
-    """Those of the cells (of all cells of the plan, if none are given) that have no line yet."""
+class Images:
+    """The data sets, each read when the first cell needs it; only the last one is held."""
+
+    def __init__(self, cifar10: Path | None, data: Path | None, device: str):
+        self.cifar10, self.data, self.device = cifar10, data, device
+        self.held: tuple[str, Benchmark] | None = None
+
+    def of(self, dataset: str) -> Benchmark:
+        """The data set of that name."""
+        if self.held is None or self.held[0] != dataset:
+            needed = dataset.startswith("cifar10")
+            if needed and self.cifar10 is None:
+                raise UserError(f"--cifar10 is needed for cells on {dataset}: name the folder cifar-10-batches-bin")
+            cifar10 = load_cifar10(self.cifar10) if needed and self.cifar10 is not None else None
+            self.held = dataset, load_benchmark(dataset, cifar10, self.data, self.device)
+        return self.held[1]
+
+
+def missing_cells(results: Path, plan: str) -> list[Cell]:
+    """The cells of the plan that have no line yet."""
     done = finished_cells(results, plan)
-    return [cell for cell in (PLANS[plan]() if cells is None else cells) if cell not in done]
+    return [cell for cell in PLANS[plan]() if cell not in done]
 
 
-def _groups(cells: Iterable[Cell]) -> list[list[Cell]]:
-    groups: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(cell.group, []).append(cell)
+def _groups(cells: Iterable[tuple[str, Cell]]) -> list[list[tuple[str, Cell]]]:
+    groups: dict[tuple[Any, ...], list[tuple[str, Cell]]] = {}
+    for plan, cell in cells:
+        groups.setdefault(cell.group, []).append((plan, cell))
     return list(groups.values())
+
+
+def run_cell(
+    cell: Cell, benchmark: Benchmark, weights: Weights | None, told: Told, store: EncoderStore
+) -> tuple[dict[str, Any], Weights | None]:
+    """One cell's line, and the encoder for the next cells of its group."""
+    clock: dict[str, float] = {}
+    more: dict[str, Any] = {"sets": benchmark.sets} if benchmark.sets else {}
+    if cell.detector in PRETRAINED_AS:
+        start = time.monotonic()
+        weights = weights or _encoder(cell, benchmark, told, store, more)
+        clock["pretrain"] = time.monotonic() - start
+
+    training, test_images, is_anomaly = benchmark.training_set(cell), benchmark.test_images, benchmark.is_anomaly(cell)
+    start = time.monotonic()
+    if cell.variant == AS_PUBLISHED:
+        images, labels, _ = training
+        scores, settings = score_as_published(
+            cell.detector, images, labels, test_images, is_anomaly, cell.seed, told.device
+        )
+        clock["fit"] = time.monotonic() - start
+    else:
+        watch = None
+        if cell.detector == "knn":
+            assert weights is not None
+            scores, settings = _neighbours(training, test_images, weights, told, cell)
+            clock["fit"] = time.monotonic() - start
+        else:
+            model = WatchedElsa(method=cell.detector, **told.of(cell)) if _is_watched(cell) else _built(cell, told)
+            if isinstance(model, WatchedElsa):
+                watch = model.look = FinetuningWatch(model.config, test_images, is_anomaly, model.device)
+            given = training[:2] if cell.detector not in PRETRAINED_AS else (*training[:2], weights)
+            model.fit(*given)
+            clock["finetune" if isinstance(model, Elsa) else "fit"] = time.monotonic() - start
+            start = time.monotonic()
+            scores, settings = model.anomaly_score(test_images).numpy(), _settings(model)
+            clock["score"] = time.monotonic() - start
+            if isinstance(model, Elsa):
+                more["early_stop"] = [round(entry["early_stop"], 4) for entry in model.history_]
+            if watch is not None:
+                assert weights is not None
+                before = _net(weights, training[0], model.config, told.device)
+                more["watched"] = looked_at(model, before, watch, training, test_images, is_anomaly)
+
+    per_class = benchmark.auroc_per_class(scores, cell)
+    line = {
+        **cell.fields(),
+        "auroc": round(float(np.mean(list(per_class.values()))), 3),
+        "auroc_per_class": per_class,
+        "seconds": {stage: round(seconds, 2) for stage, seconds in clock.items()},
+        "settings": settings,
+        **provenance(told.device),
+        **more,
+    }
+    return line, weights
+
+
+def _built(cell: Cell, told: Told) -> Any:
+    return build(cell.detector, **told.of(cell))
+
+
+def _is_watched(cell: Cell) -> bool:
+    return cell.variant == WATCHED and not cell.watches_pretraining
+
+
+def _encoder(cell: Cell, benchmark: Benchmark, told: Told, store: EncoderStore, more: dict[str, Any]) -> Weights:
+    """Weights after pre-training: kept ones if there are any, else new ones, looked at where the cell is about that."""
+    images, labels = benchmark.pretraining_set(cell)
+    if cell.watches_pretraining:
+        watched = WatchedElsa(method=PRETRAINED_AS[cell.detector], **told.common(cell))
+        _, _, hidden = benchmark.training_set(cell)
+        is_anomaly = benchmark.is_anomaly(cell)
+        watch = watched.look = PretrainingWatch(watched.config, images, hidden, benchmark.test_images, is_anomaly)
+        weights = watched.pretrain(images, labels)
+        more["watched"] = {"pretraining": watch.found}
+        return weights
+    encoder = Elsa(method=PRETRAINED_AS[cell.detector], **told.common(cell))
+    kept = store.find(cell, encoder.config, told.device)
+    if kept is not None:
+        return kept
+    weights = encoder.pretrain(images, labels)
+    store.keep(cell, encoder.config, weights)
+    return weights
+
+
+def _neighbours(
+    training: tuple[Tensor, list[str], np.ndarray], test_images: Tensor, weights: Weights, told: Told, cell: Cell
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Nearest neighbours among the embeddings of the pre-trained network."""
+    config = Elsa(method=PRETRAINED_AS["knn"], **told.common(cell)).config
+    net = _net(weights, training[0], config, told.device)
+    how: dict[str, Any] = {"seed": cell.seed, "device": told.device, "progress": told.progress}
+    model = build("knn", **how, **told.own_settings.get("knn", {}))
+    device = torch.device(told.device)
+    model.fit(embeddings(net, training[0], config, device).cpu(), training[1])
+    scores = model.anomaly_score(embeddings(net, test_images, config, device).cpu()).numpy()
+    return scores, {**dataclasses.asdict(config), **_settings(model)}
+
+
+def _net(weights: Weights, images: Tensor, config: Any, device: str) -> Net:
+    """The network with these weights, for scoring."""
+    _, channels, side, _ = images.shape
+    net = build_net(config.encoder, config.stem, channels, side, config.shifts, generator(0, "replaced at once"))
+    net = channels_last(net, torch.device(device))
+    net.load_state_dict(weights)
+    return net.eval()
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    """What the detector was told and what it chose: its frozen settings, and the plain numbers it holds."""
+    facts = vars(model)
+    config = dataclasses.asdict(facts["config"]) if "config" in facts else {}
+    chosen = {name: fact for name, fact in facts.items() if isinstance(fact, int | float | str)}
+    return {**config, **{name: fact for name, fact in chosen.items() if name not in ("seed", "device", "method")}}
 
 
 def repeat_cell(cifar10: Path, device: str, settings: dict[str, Any], progress: Progress) -> str:
@@ -139,116 +293,3 @@ def repeat_cell(cifar10: Path, device: str, settings: dict[str, Any], progress: 
         f"two fits with seed {cell.seed} on {device}: AUROC {figures[0]:.3f} and {figures[1]:.3f}, "
         f"largest difference of a score {largest:.2g} standard deviations"
     )
-
-
-def run_cell(
-    cell: Cell,
-    benchmark: Benchmark,
-    pretrained: dict[str, Tensor] | None,
-    device: str,
-    settings: dict[str, Any],
-    progress: Progress,
-) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
-    """One cell's line, and the encoder for the next cells of its group."""
-    clock: dict[str, float] = {}
-    common: dict[str, Any] = {"seed": cell.seed, "device": device, "progress": progress, **settings}
-    normal = CIFAR10_CLASSES.index(cell.normal)
-    labelled = None if cell.labelled is None else CIFAR10_CLASSES.index(cell.labelled)
-    shares_encoder = cell.detector in PRETRAINED_AS
-    if shares_encoder:
-        start = time.monotonic()
-        if pretrained is None:
-            # the encoder sees the gamma_l 0 set, so that every gamma_l and labelled class can share it
-            split = one_class_split(benchmark.train_classes, normal, None, 0.0, cell.gamma_p, cell.seed)
-            encoder = Elsa(method=PRETRAINED_AS[cell.detector], **common)
-            pretrained = encoder.pretrain(benchmark.train_images[torch.from_numpy(split.index)], split.labels)
-        clock["pretrain"] = time.monotonic() - start
-
-    start = time.monotonic()
-    split = one_class_split(benchmark.train_classes, normal, labelled, cell.gamma_l, cell.gamma_p, cell.seed)
-    model = build(cell.detector, **common)
-    images = benchmark.train_images[torch.from_numpy(split.index)]
-    given = (images, split.labels, pretrained) if shares_encoder else (images, split.labels)
-    model.fit(*given)
-    clock["finetune" if cell.detector in ("elsa", "elsa+") else "fit"] = time.monotonic() - start
-
-    start = time.monotonic()
-    scores = model.anomaly_score(benchmark.test_images).numpy()
-    clock["score"] = time.monotonic() - start
-    per_class = auroc_per_class(scores, benchmark.test_classes, normal)
-    line = {
-        **cell.fields(),
-        "auroc": round(float(np.mean(list(per_class.values()))), 3),
-        "auroc_per_class": per_class,
-        "seconds": {stage: round(seconds, 2) for stage, seconds in clock.items()},
-        "settings": _settings(model),
-        **provenance(device),
-    }
-    if cell.detector in ("elsa", "elsa+"):
-        line["early_stop"] = [round(entry["early_stop"], 4) for entry in model.history_]
-    return line, pretrained
-
-
-def _settings(model: Any) -> dict[str, Any]:
-    """What the detector was told and what it chose: its frozen settings, and the plain numbers it holds."""
-    facts = vars(model)
-    config = dataclasses.asdict(facts["config"]) if "config" in facts else {}
-    chosen = {name: fact for name, fact in facts.items() if isinstance(fact, int | float | str)}
-    return {**config, **{name: fact for name, fact in chosen.items() if name not in ("seed", "device", "method")}}
-
-
-def auroc_per_class(scores: np.ndarray, classes: np.ndarray, normal: int) -> dict[str, float]:
-    """Percent, normal test images against each other class."""
-    return {
-        name: round(100 * auroc(scores[chosen], classes[chosen] != normal), 3)
-        for number, name in enumerate(CIFAR10_CLASSES)
-        if number != normal
-        for chosen in [(classes == number) | (classes == normal)]
-    }
-
-
-def provenance(device: str) -> dict[str, Any]:
-    """Where a line comes from: command, commit, versions, card."""
-    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or "cpu"
-    return {
-        "command": shlex.join(["python", "-m", "elsa.bench", *(_public(word) for word in sys.argv[1:])]),
-        "commit": commit(),
-        "versions": {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()},
-        "card": card,
-    }
-
-
-def _public(word: str) -> str:
-    """A word of the command without the folders of this machine, which say nothing to a reader of the line."""
-    return f"DIR/{Path(word).name}" if Path(word).is_absolute() else word
-
-
-def commit() -> str:
-    """The checkout's commit; where the files travelled without their history, what ELSA_COMMIT says."""
-    if "ELSA_COMMIT" in os.environ:
-        return os.environ["ELSA_COMMIT"]
-    found = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return found.stdout.strip() or "unknown"
-
-
-def finished_cells(results: Path, plan: str) -> set[Cell]:
-    """The cells that have a line of this plan."""
-    names = [field.name for field in dataclasses.fields(Cell)]
-    text = results.read_text() if results.exists() else ""
-    # a line without its end was cut by a crash: its cell counts as missing and append_line removes it
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return {Cell(**{name: line[name] for name in names}) for line in lines if line["plan"] == plan}
-
-
-def append_line(results: Path, line: dict[str, Any]) -> None:
-    """Add one line so that it survives a crash, in place of one that a crash had cut; one process at a time."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    with open(results, "ab+") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)  # or the line another process is writing would look cut
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(line).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -126,10 +126,12 @@ def read_folder(name: str, folder: Path) -> NamedSet:
 
 def _pixels(source: Path | io.BytesIO, side: int | None = None) -> np.ndarray:
     try:
-        with Image.open(source) as image:
-            image = image.convert("RGB")
-            # Pillow's filter has the width of the reduction, so the result is free of the artefacts FIX was made for
-            return np.array(image if side in (None, *image.size) else image.resize((side, side), Image.BILINEAR))
+        with Image.open(source) as file:
+            image = file.convert("RGB")
+            if side is not None and image.size != (side, side):
+                # Pillow's filter is as wide as the reduction: free of the artefacts that the FIX sets were made against
+                image = image.resize((side, side), Image.Resampling.BILINEAR)
+            return np.array(image)
     except (OSError, UnidentifiedImageError) as error:
         given = source if isinstance(source, Path) else "an image"
         raise UserError(f"{given} cannot be read: {error}; remove it or fetch the set again") from error

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def small_plan(monkeypatch):
 
 
 def fill(results, budget=1e9, progress=silent):
-    return run_plan("small", results, None, budget, "cpu", QUICK, progress)
+    return run_plan("small", results, Path("cifar"), budget, "cpu", QUICK, progress)
 
 
 def test_a_plan_is_filled_once_with_all_that_a_line_must_say(tmp_path):
@@ -91,7 +92,7 @@ def test_lines_of_another_plan_do_not_count(tmp_path):
 
 def test_unknown_plans_are_refused_with_the_known_ones(tmp_path):
     with pytest.raises(UserError, match="'tabel1' is unknown: use .*scenario2"):
-        run_plan("tabel1", tmp_path / "r", None, 1, "cpu", QUICK, silent)
+        run_plan("tabel1", tmp_path / "r", Path("cifar"), 1, "cpu", QUICK, silent)
 
 
 def test_auroc_per_class_is_the_protocols():
@@ -166,7 +167,7 @@ def test_cells_of_every_kind_of_detector_run(tmp_path, monkeypatch):
     cells += [Cell(name, "cifar10", "Car", "Cat", 0.1, 0.1, 0) for name in ("deep-sad", "ssad", "ss-dgm", "elsa")]
     monkeypatch.setitem(PLANS, "small", lambda: cells)
     quick = {**QUICK, "finetune_epochs": 0}
-    assert run_plan("small", tmp_path / "r", None, 1e9, "cpu", quick, silent, own) == len(cells)
+    assert run_plan("small", tmp_path / "r", Path("cifar"), 1e9, "cpu", quick, silent, own) == len(cells)
     lines = {line["detector"]: line for line in map(json.loads, (tmp_path / "r").read_text().splitlines())}
     assert set(lines) == {cell.detector for cell in cells}
     assert lines["ss-dgm"]["settings"]["hidden"] == 7
@@ -193,7 +194,7 @@ def test_the_budget_counts_each_detector_by_its_own_longest_cell(monkeypatch):
 
 
 def test_two_fits_with_one_seed_agree_on_a_cpu():
-    line = repeat_cell(None, "cpu", QUICK, silent)
+    line = repeat_cell(Path("cifar"), "cpu", QUICK, silent)
     assert line.startswith("two fits with seed 0 on cpu: AUROC ")
     assert line.endswith("largest difference of a score 0 standard deviations")
 

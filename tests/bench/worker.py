@@ -34,7 +34,7 @@ def main(results, folder, name):
         (folder / f"{name}.working").touch()
         time.sleep(0.2)
 
-    added = module.run_plan("small", results, None, 1e9, "cpu", {}, slowly)
+    added = module.run_plan("small", results, Path("cifar"), 1e9, "cpu", {}, slowly)
     (folder / f"{name}.added").write_text(str(added))
 
 
