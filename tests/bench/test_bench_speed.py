@@ -83,7 +83,7 @@ def test_elsa_bench_is_the_same_command_and_errs_in_one_line(capsys):
 
     assert run(["bench", "run", "no-such-plan", "--cifar10", "x"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("Error: argument plan: invalid choice: 'no-such-plan'")
+    assert error.startswith("Error: argument PLAN: invalid choice: 'no-such-plan'")
     assert error.count("\n") == 1
     assert run(["bench"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
