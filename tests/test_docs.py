@@ -35,7 +35,7 @@ def commands(page):
 @pytest.mark.skipif(not WEIGHTS, reason="needs MobileNetV2's weights")
 @pytest.mark.parametrize("page", EXECUTED)
 def test_every_command_of_the_page_works(page, tmp_path, monkeypatch, capsys):
-    make_photos(tmp_path / "photos", count=96)
+    make_photos(tmp_path / "photos", count=64)
     monkeypatch.chdir(tmp_path)
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     ran = 0

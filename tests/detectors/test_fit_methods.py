@@ -8,6 +8,7 @@ from PIL import Image
 
 from elsa.cli import run
 
+COUNT = 30
 QUICK = {
     "deep-sad": ["autoencoder_epochs=1", "epochs=1"],
     "deep-svdd": ["autoencoder_epochs=1", "epochs=1"],
@@ -22,7 +23,7 @@ QUICK = {
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     folder, noise = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
-    for number in range(40):
+    for number in range(COUNT):
         kind = {0: "normal", 1: "anomaly"}.get(number % 10, "rest")
         (folder / kind).mkdir(exist_ok=True)
         pixels = noise.integers(0, 90, (32, 32, 3)) + 100 * (kind == "anomaly")
@@ -38,7 +39,7 @@ def test_a_folder_is_fitted_and_scored(method, photos, tmp_path):
     table = tmp_path / "scores.csv"
     assert run(["score", str(tmp_path / "m"), str(photos), "--out", str(table), "--device", "cpu"]) == 0
     rows = list(csv.DictReader(table.read_text().splitlines()))
-    assert len(rows) == 40
+    assert len(rows) == COUNT
     assert all(np.isfinite(float(row["score"])) for row in rows)
 
 
