@@ -111,8 +111,8 @@ def open_image(payload: Path | bytes | None, pixel_limit: int) -> Iterator[Image
             if image.width * image.height > pixel_limit:
                 raise BrokenImageError(
                     "bomb",
-                    f"{image.width} x {image.height} pixels are more than the pixel limit of {pixel_limit}; "
-                    f"raise the limit if the image is genuine",
+                    f"{image.width} x {image.height} pixels are more than the pixel limit of {pixel_limit:,}; "
+                    f"shrink the image if it is genuine",
                 )
             yield image
         except BrokenImageError:

@@ -153,7 +153,7 @@ def _folder_word(source: Path, name: str, words: dict[str, str]) -> str:
 def _open_manifest(path: Path) -> Source:
     columns = read_table(path)
     given = _path_column(path, columns)
-    labels = check_label_words(columns.get("label", [None] * len(given)), str(path))
+    labels = check_label_words(columns.get("label", [None] * len(given)), str(path), given)
     inside = _Inside(path.parent)
     names = [inside.name_of(str(text), path) for text in given]
     missing = [name for name in dict.fromkeys(names) if not (path.parent / name).is_file()]
@@ -200,10 +200,12 @@ class _Inside:
             text = text.replace("\\", "/")  # a table written on Windows
         path = os.path.normpath(os.path.join(self.root, text))
         name = os.path.relpath(path, os.path.normpath(self.root))
-        if os.path.isabs(text) and name.startswith(".."):  # an absolute path to a folder reached by another name
+        if os.path.isabs(text) and _goes_up(name):  # an absolute path to a folder reached by another name
             name = os.path.relpath(os.path.realpath(path), self.real_root)
-        if name.startswith("..") or os.path.isabs(name) or not self._stays(path):
-            raise UserError(f"{table}: path {text!r} leaves the source {self.root}; list only files inside that folder")
+        if _goes_up(name) or os.path.isabs(name) or not self._stays(path):
+            raise UserError(
+                f"{table}: path {text!r} leaves the source, which is the folder of the table; list only files inside it"
+            )
         return Path(name).as_posix()
 
     def _stays(self, path: str) -> bool:
@@ -214,12 +216,16 @@ class _Inside:
         return self.checked[folder] and (not linked or Path(os.path.realpath(path)).is_relative_to(self.real_root))
 
 
+def _goes_up(relative: str) -> bool:
+    return Path(relative).parts[:1] == ("..",)
+
+
 def _with_labels(source: Source, table: Path) -> Source:
     columns = read_table(table)
     given = _path_column(table, columns)
     if "label" not in columns:
         raise UserError(f"{table} has no column `label`; its columns are {', '.join(columns)}")
-    words = check_label_words(columns["label"], str(table))
+    words = check_label_words(columns["label"], str(table), given)
     position = {name: i for i, name in enumerate(source.names)}
     names = [_known_name(text, position, source, table) for text in given]
     _refuse_contradictions(table, names, words)
@@ -268,7 +274,7 @@ def _open_image_parquet(path: Path, column: str) -> Source:
     if "label" in extra:
         words = packed.class_words(path, extra["label"])
         if any(word in LABEL_FOLDERS for word in words) or not all(isinstance(word, str) for word in words if word):
-            labels = check_label_words(words, str(path))
+            labels = check_label_words(words, str(path), names)
             del extra["label"]
         else:
             extra["label"] = words  # the classes of a public data set say nothing of normal and anomalous
@@ -309,7 +315,7 @@ def _open_npz(path: Path) -> Source:
         path=path,
         kind="npz",
         names=names,
-        labels=check_label_words(labels, str(path)),
+        labels=check_label_words(labels, str(path), names),
         extra=extra,
         payloads=lambda records: packed.npz_images(path, records),
         stamps=lambda: _file_stamps(path.parent, [path.name]),

@@ -41,11 +41,11 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
         raise UserError(f"{path} is not a Parquet file, or is incomplete: {_one_line(error)}") from error
 
 
-def check_label_words(words: list[Any], where: str) -> list[str]:
-    """The words with None as ''; anything else than the three words is refused, naming the file."""
+def check_label_words(words: list[Any], where: str, names: list[str]) -> list[str]:
+    """The words with None as ''; anything else than the three words is refused, naming the table and the image."""
     words = [_as_number(word) if isinstance(word, str) else word for word in words]
     try:
-        encode_labels(words)
+        encode_labels(words, names)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return [word or "" for word in words]

@@ -115,11 +115,11 @@ def test_manifest_keeps_columns_sorts_rows_and_merges_repetitions(tmp_path):
     assert grey_values(source) == [1, 2, 0]
 
 
-def test_manifest_paths_may_be_absolute_inside_and_written_on_windows(tmp_path):
-    fill(tmp_path, ["sub/a.png", "b.png"])
-    rows = [{"path": str(tmp_path / "b.png")}, {"path": "sub\\a.png", "label": None}]
+def test_manifest_paths_may_be_absolute_inside_written_on_windows_and_begin_with_dots(tmp_path):
+    fill(tmp_path, ["sub/a.png", "b.png", "..c.png"])
+    rows = [{"path": str(tmp_path / "b.png")}, {"path": "sub\\a.png", "label": None}, {"path": "..c.png"}]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert open_source(tmp_path / "m.jsonl").names == ["b.png", "sub/a.png"]
+    assert open_source(tmp_path / "m.jsonl").names == ["..c.png", "b.png", "sub/a.png"]
 
 
 @pytest.mark.parametrize("path", ["../out.png", "sub/../../out.png", "{root}/out.png", "linked/out.png", "link.png"])
@@ -138,8 +138,8 @@ def test_manifest_paths_that_leave_are_refused(tmp_path, path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("path,label\na.png,good\n", r"m.csv: label 'good' at position 0: use 'normal'"),
-        ("path,label\na.png,1\n", r"m.csv: label 1 at position 0 is a number"),
+        ("path,label\na.png,good\n", r"m.csv: label 'good' of a.png: use 'normal'"),
+        ("path,label\na.png,1\n", r"m.csv: label 1 of a.png is a number"),
         ("path,label\na.png,normal\n./a.png,anomaly\n", r"m.csv gives 'a.png' two labels, 'normal' and 'anomaly'"),
         ("path,label\na.png,normal\na.png,\n", r"m.csv gives 'a.png' two labels"),
         ("file,label\na.png,normal\n", r"m.csv has no column `path`; its columns are file, label"),
@@ -182,7 +182,7 @@ def test_labels_may_name_files_as_seen_from_the_table(tmp_path):
             "path,label\n1.png,\n2.png,\n3.png,\n4.png,\n",
             r"'1.png', '2.png', '3.png' and 1 more \(4 in all\).*like 'a.png'",
         ),
-        ("path,label\na.png,bad\n", r"l.csv: label 'bad' at position 0"),
+        ("path,label\na.png,bad\n", r"l.csv: label 'bad' of a.png"),
         ("path,label\na.png,normal\ns/a.png,anomaly\n", r"gives 'a.png' two labels"),
         ("path\na.png\n", r"has no column `label`"),
         ("label\nnormal\n", r"has no column `path`"),
@@ -238,10 +238,10 @@ def test_classes_of_a_public_set_are_no_labels(tmp_path):
 
 def test_wrong_labels_in_an_image_parquet_are_refused(tmp_path):
     write_image_parquet(tmp_path / "t.parquet", range(2), label=["normal", "anomoly"])
-    with pytest.raises(UserError, match="label 'anomoly' at position 1"):
+    with pytest.raises(UserError, match="label 'anomoly' of row-00001: use"):
         open_source(tmp_path / "t.parquet")
     write_image_parquet(tmp_path / "t.parquet", range(2), label=[0, 1])
-    with pytest.raises(UserError, match="label 0 at position 0 is a number"):
+    with pytest.raises(UserError, match="label 0 of row-00000 is a number"):
         open_source(tmp_path / "t.parquet")
 
 
@@ -295,7 +295,7 @@ def test_npz_in_all_layouts(tmp_path, shape, compress):
         ({"images": np.zeros((2, 3, 9, 3), np.uint8)}, "second or the last axis"),
         ({"images": np.zeros((0, 9, 9), np.uint8)}, r"use \[N, H, W\]"),
         ({"images": np.asfortranarray(np.zeros((2, 9, 9), np.uint8))}, "column order"),
-        ({"images": np.zeros((2, 9, 9), np.uint8), "labels": [0, 1]}, "label 0 at position 0 is a number"),
+        ({"images": np.zeros((2, 9, 9), np.uint8), "labels": [0, 1]}, "label 0 of image-00000 is a number"),
         ({"images": np.zeros((2, 9, 9), np.uint8), "labels": ["normal"]}, r"`labels` has shape \[1\]"),
         ({"images": np.zeros((2, 9, 9), np.uint8), "labels": np.array(["normal", None])}, "not an .npz of plain"),
     ],

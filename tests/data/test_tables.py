@@ -70,12 +70,12 @@ def test_a_damaged_parquet_is_refused(tmp_path):
 
 
 def test_label_words():
-    assert check_label_words(["normal", None, "", "anomaly"], "t") == ["normal", "", "", "anomaly"]
-    with pytest.raises(UserError, match=r"my\.csv: label 'defect' at position 1: use 'normal'"):
-        check_label_words(["normal", "defect"], "my.csv")
+    assert check_label_words(["normal", None, "", "anomaly"], "t", list("abcd")) == ["normal", "", "", "anomaly"]
+    with pytest.raises(UserError, match=r"my\.csv: label 'defect' of b\.png: use 'normal'"):
+        check_label_words(["normal", "defect"], "my.csv", ["a.png", "b.png"])
 
 
 @pytest.mark.parametrize("number", [1, "1", "-1", 0, "0", 1.0, True])
 def test_numbers_as_labels_get_the_explanation(number):
     with pytest.raises(UserError, match="is a number, and numbers mean different things"):
-        check_label_words([number], "my.csv")
+        check_label_words([number], "my.csv", ["a.png"])
