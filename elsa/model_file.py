@@ -24,7 +24,9 @@ def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any])
     from safetensors.torch import save as serialise_tensors
 
     folder = Path(folder)
-    partial, previous = _recover(folder)
+    partial, previous = folder.with_name(f".{folder.name}.partial"), _previous(folder)
+    _recover(folder)
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         payload = serialise_tensors(_storable(tensors))
@@ -35,6 +37,7 @@ def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any])
         _sync_folder(partial)
         if folder.exists():
             # a folder cannot be replaced by rename: step aside first; _recover undoes a crash in between
+            shutil.rmtree(previous, ignore_errors=True)
             os.rename(folder, previous)
         os.rename(partial, folder)
         _sync_folder(folder.parent)
@@ -55,15 +58,18 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     from safetensors.torch import load as parse_tensors
 
     folder = Path(folder)
-    _recover(folder)
     try:
-        text = (folder / "model.json").read_text()
+        _recover(folder)
+        text = (folder / "model.json").read_bytes()
         payload = (folder / "model.safetensors").read_bytes()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder} is not a MODEL folder written by `elsa fit`: {error}") from error
+    except OSError as error:
+        raise UserError(
+            f"{folder} is not a MODEL folder written by `elsa fit`: {Path(error.filename).name}: {error.strerror}; "
+            f"give one, or fit the model again"
+        ) from error
     try:
         about = json.loads(text)
-        intact = isinstance(about, dict) and about.get("sha256_json") == _digest(about)
+        intact = isinstance(about, dict) and "format" in about and about.get("sha256_json") == _digest(about)
     except ValueError:
         intact = False
     if not intact:
@@ -101,7 +107,10 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the state of a checkpoint; a torn or altered file is refused."""
     from safetensors.torch import load as parse_tensors
 
-    content = Path(path).read_bytes()
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; delete it to start the fit afresh") from error
     digest, payload = content[:32], content[32:]
     if hashlib.sha256(payload).digest() != digest:
         raise UserError(f"{path} is incomplete or was changed after writing; delete it to start the fit afresh")
@@ -122,14 +131,15 @@ def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def _recover(folder: Path) -> tuple[Path, Path]:
-    """Undo a replacement that a crash cut between its two renames; the names used for the next one."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    previous = folder.with_name(f".{folder.name}.previous")
-    if previous.exists() and not folder.exists():
-        os.rename(previous, folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    return partial, previous
+def _previous(folder: Path) -> Path:
+    """Where a model stands while the one that replaces it is moved in."""
+    return folder.with_name(f".{folder.name}.previous")
+
+
+def _recover(folder: Path) -> None:
+    """Undo a replacement that a crash cut between its two renames."""
+    if _previous(folder).exists() and not folder.exists():
+        os.rename(_previous(folder), folder)
 
 
 def _digest(about: dict[str, Any]) -> str:
