@@ -21,7 +21,7 @@ help:
 	@echo 'make demo    find the odd ones out among real images, on this CPU, in about a minute (demo/report.html)'
 	@echo 'make test    run all tests that need no GPU'
 	@echo 'make check   everything CI runs: format, lint, types, tests, docs, clean-install smoke test'
-	@echo 'make format  rewrite the code and docs/cli.md as `make check` wants them'
+	@echo 'make format  rewrite the code, docs/cli.md and docs/results.md as `make check` wants them'
 	@echo 'make clean   delete .venv and everything built'
 
 demo: .venv/.runtime
@@ -41,6 +41,7 @@ types: .venv/.dev
 
 docs: .venv/.dev
 	$(BIN)/python scripts/cli_docs.py --check
+	$(BIN)/python -m elsa.bench report --check
 
 smoke: .venv/.runtime
 	PYTHON=$(BIN)/python bash scripts/smoke.sh
@@ -49,6 +50,7 @@ format: .venv/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/cli_docs.py
+	$(BIN)/python -m elsa.bench report
 
 clean:
 	rm -rf .venv build dist demo *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

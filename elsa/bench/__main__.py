@@ -60,6 +60,12 @@ def _parser() -> OneLineParser:
     speed.add_argument("--turns", type=int, default=5)
     speed.add_argument("--seconds", type=float, default=3.0, help="how long each variant runs in a turn")
 
+    report = commands.add_parser("report", help="write docs/results.md and its plots from the results")
+    report.set_defaults(action=_report)
+    report.add_argument("--results", type=Path, default=Path("results"), help="folder of the .jsonl files")
+    report.add_argument("--out", type=Path, default=Path("docs/results.md"), help="plots lie beside it in figures/")
+    report.add_argument("--check", action="store_true", help="write nothing; fail if the page or a plot is stale")
+
     pack = commands.add_parser("pack", help="pack Parquet files of images for hosts that have no pyarrow")
     pack.set_defaults(action=_pack)
     pack.add_argument("source", metavar="SOURCE", type=Path, help="folder of the Parquet files")
@@ -95,6 +101,12 @@ def _speed(given: argparse.Namespace) -> str:
     settings = _settings(given)
     figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)
     return "\n".join(write_speed(figures, given.results, given.device, settings))
+
+
+def _report(given: argparse.Namespace) -> str:
+    from elsa.bench.report import check_report, write_report
+
+    return check_report(given.results, given.out) if given.check else write_report(given.results, given.out)
 
 
 def _pack(given: argparse.Namespace) -> str:

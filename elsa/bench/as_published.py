@@ -103,7 +103,8 @@ def _kde(
     rows: Tensor, labels: list[str], test: Tensor, is_anomaly: np.ndarray, seen: np.ndarray, seed: int
 ) -> tuple[np.ndarray, dict[str, Any]]:
     rows = rows[_may_be_normal(labels)]
-    bandwidth = max(BANDWIDTHS, key=lambda h: cross_validated(squared_distances(rows, rows), h, rows.shape[1], seed))
+    distances = squared_distances(rows, rows)
+    bandwidth = max(BANDWIDTHS, key=lambda width: cross_validated(distances, width, rows.shape[1], seed))
     scores = -log_density(_to_test(test, rows), bandwidth, len(rows), rows.shape[1])
     return scores.cpu().numpy(), {"bandwidth": bandwidth, "selected by": f"{FOLDS}-fold cross-validation"}
 
