@@ -28,7 +28,7 @@ demo: .venv/.runtime
 	$(BIN)/elsa demo
 
 test: .venv/.dev
-	ELSA_MOBILENET_V2="$$($(BIN)/python -m elsa.weights)" $(BIN)/python -m pytest -m 'not gpu'
+	ELSA_MOBILENET_V2="$$($(BIN)/python -m elsa.weights)" $(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile
 
 check: lint types docs test smoke
 

@@ -49,7 +49,8 @@ def cli(show_traceback: bool) -> None:
 @cli.command()
 @click.option("--out", default="demo", show_default=True, type=new_path, metavar="DIR", help="Where the report goes.")
 @click.option("--from-scratch", is_flag=True, help="Train a tiny network instead of using pretrained MobileNetV2.")
-def demo(out: Path, from_scratch: bool) -> None:
+@click.pass_obj
+def demo(command: str, out: Path, from_scratch: bool) -> None:
     """Find garments hidden among bags, on the embedded images, on a CPU, in about a minute.
 
     Writes DIR/report.html and DIR/summary.json and prints Elsa's figures beside those of the usual methods.
@@ -58,7 +59,7 @@ def demo(out: Path, from_scratch: bool) -> None:
     from elsa.terminal import show_progress
 
     with show_progress() as progress:
-        summary = run_demo(out, from_scratch, progress)
+        summary = run_demo(out, from_scratch, command, progress)
     summary.show()
 
 
@@ -107,7 +108,9 @@ def data_check(source: Path, labels: Path | None, as_json: bool) -> None:
 )
 @device_option
 @click.option("--resume", is_flag=True, help="Go on where an interrupted fit with these options stopped.")
+@click.pass_obj
 def fit(
+    command: str,
     source: Path,
     labels: Path | None,
     out: Path,
@@ -140,7 +143,7 @@ def fit(
             seed=seed,
             device=device,
             resume=resume,
-            command=shlex.join(["elsa", *sys.argv[1:]]),
+            command=command,
             progress=progress,
         )
     click.echo("\n".join(summary))
@@ -215,7 +218,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 0 done, 2 the user's mistake (one line on stderr), 1 our fault, 130 interrupted."""
     try:
-        result = cli.main(list(arguments), prog_name="elsa", standalone_mode=False)
+        command = shlex.join(["elsa", *arguments])  # for the provenance of what it makes
+        result = cli.main(list(arguments), prog_name="elsa", standalone_mode=False, obj=command)
         return result if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -90,7 +89,9 @@ class DemoResult:
         )
 
 
-def run_demo(folder: Path, from_scratch: bool = False, progress: Progress = silent) -> DemoResult:
+def run_demo(
+    folder: Path, from_scratch: bool = False, command: str = "elsa demo", progress: Progress = silent
+) -> DemoResult:
     """Audit, embed, learn, score, compare; writes report.html and summary.json into the folder."""
     began = time.monotonic()
     check_writable(folder / "report.html")
@@ -128,7 +129,7 @@ def run_demo(folder: Path, from_scratch: bool = False, progress: Progress = sile
         seconds=round(time.monotonic() - began, 1),
         peak_memory_mb=_peak_memory_mb(),
     )
-    report = _report(result, splits[0], images, garments, train_scores, test_scores, suspicious, found)
+    report = _report(result, splits[0], images, garments, train_scores, test_scores, suspicious, found, command)
     write_report(folder / "report.html", report)
     write_whole(folder / "summary.json", (json.dumps(result.to_dict(), indent=1) + "\n").encode())
     return result
@@ -225,6 +226,7 @@ def _report(
     test_scores: Tensor,
     suspicious: NDArray[np.int64],
     found: Audit,
+    command: str,
 ) -> Report:
     test_order = np.argsort(-test_scores.numpy(), kind="stable")
 
@@ -281,7 +283,7 @@ def _report(
         ],
         findings=found.lines(),
         provenance={
-            "command": shlex.join(["elsa", *sys.argv[1:]]),
+            "command": command,
             "images": "Fashion-MNIST (Zalando Research, MIT licence), the subset that comes with elsa",
             "seeds": ", ".join(str(seed) for seed in range(runs)),
             **versions(),

@@ -88,9 +88,10 @@ def test_every_installed_package_here_has_a_pin():
 
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {line.split("==")[0].lower().replace("_", "-") for line in lines if line and not line.startswith("#")}
-    roots = ("torch", "scikit-learn", "pyarrow", "click", "rich", "safetensors", "pillow", "mypy", "pytest", "ruff")
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    roots = about["dependencies"] + about["optional-dependencies"]["dev"]
     seen: set[str] = set()
-    waiting = list(roots)
+    waiting = [Requirement(root).name for root in roots]
     while waiting:
         name = waiting.pop()
         if name not in seen:

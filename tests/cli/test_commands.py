@@ -53,7 +53,8 @@ def test_a_model_says_where_it_comes_from(model):
     assert about["data"]["labels"] == {"normal": 12, "anomaly": 3, "unlabelled": 33}
     assert about["preprocessing"] == {"size": 32, "channels": 3, "resize": "stretch", "pixel_limit": 200_000_000}
     assert about["seed"] == 0
-    assert about["command"].startswith("elsa ")
+    assert about["command"].startswith("elsa fit ")
+    assert "--encoder tiny" in about["command"]
     assert about["versions"]["torch"] == torch.__version__
     assert not (model.parent / "model.checkpoint").exists()
 
