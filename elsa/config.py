@@ -15,7 +15,7 @@ ENCODERS = ("resnet18", "tiny")
 CHOICES = {
     "encoder": ENCODERS,
     "stem": ("auto", "small", "large"),
-    "pretrain_optimizer": ("lars", "sgd", "adam"),
+    "pretrain_optimizer": ("lars", "sgd", "adam", "muon"),
     "finetune_batchnorm": ("eval", "train"),
     "ensemble": ("projections", "scores"),
     "precision": ("auto", "bf16", "fp32"),
@@ -52,7 +52,7 @@ class ElsaConfig:
     pretrain_batch: int = 128
     """Images per pre-training step; each gives 2 views of every rotation."""
     pretrain_optimizer: str = "lars"
-    """lars, sgd (both with momentum 0.9) or adam."""
+    """lars, sgd (both with momentum 0.9), adam, or muon (orthogonalised momentum, fewest epochs)."""
     pretrain_lr: float = 0.1
     """Highest learning rate of pre-training, reached after the warm-up and lowered along a cosine."""
     pretrain_weight_decay: float = 1e-6

@@ -39,20 +39,17 @@ class Convolution(nn.Conv2d):
 
 
 def convolve_as_product(x_BCHW: Tensor, weight_OCKK: Tensor, stride: int, padding: int) -> Tensor:
-    """F.conv2d as one product [B H W, patch] x [patch, outputs]; the patch is filled up to a multiple of 8 numbers."""
-    outputs, channels, kernel, _ = weight_OCKK.shape
-    x = F.pad(x_BCHW, (padding,) * 4).permute(0, 2, 3, 1)
-    height, width = (1 + (x.shape[axis] - kernel) // stride for axis in (1, 2))
-    shifted = [
-        x[:, top : top + stride * height : stride, left : left + stride * width : stride]
-        for top in range(kernel)
-        for left in range(kernel)
-    ]
-    missing = -(kernel * kernel * channels) % 8
+    """F.conv2d as one product [B H W, patch] x [patch, outputs]; a patch is filled up to a multiple of 8 numbers."""
+    kernel = weight_OCKK.shape[2]
+    x, weight = F.pad(x_BCHW, (padding,) * 4), weight_OCKK.flatten(1)
+    if kernel == 1:  # without unfold, whose gradient adds number by number
+        patches = x[:, :, ::stride, ::stride].permute(0, 2, 3, 1)
+    else:
+        patches = x.unfold(2, kernel, stride).unfold(3, kernel, stride).permute(0, 2, 3, 1, 4, 5).flatten(3)
+    missing = -weight.shape[1] % 8
     if missing:
-        shifted.append(torch.zeros_like(shifted[0][..., :1]).expand(-1, -1, -1, missing))
-    weight = F.pad(weight_OCKK.permute(0, 2, 3, 1).reshape(outputs, -1), (0, missing))
-    return F.linear(torch.cat(shifted, dim=3), weight).permute(0, 3, 1, 2)
+        patches, weight = F.pad(patches, (0, missing)), F.pad(weight, (0, missing))
+    return F.linear(patches, weight).permute(0, 3, 1, 2)
 
 
 class ConvNorm(nn.Module):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from elsa.lars import Lars
+from elsa.muon import Muon, orthogonalised
 from elsa.nets import build_net
 from elsa.seeds import fold, generator
 from elsa.training import batches_per_epoch, build_optimizer, epoch_batches, warm_cosine
@@ -90,7 +91,9 @@ def test_a_lars_step_does_not_depend_on_the_scale_of_the_gradient():
     torch.testing.assert_close(layers[0].detach(), layers[1].detach())
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lars", Lars), ("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lars", Lars), ("muon", Muon), ("sgd", torch.optim.SGD), ("adam", torch.optim.Adam)]
+)
 def test_optimisers_are_what_they_are_called_and_lower_a_loss(name, kind):
     net = nn.Linear(3, 1)
     optimizer = build_optimizer(name, net, 0.1, 1e-6)
@@ -154,3 +157,49 @@ def test_initial_weights_depend_on_the_generator_alone():
     torch.manual_seed(2)
     assert torch.equal(weights(0), first)
     assert not torch.equal(weights(1), first)
+
+
+def test_orthogonalised_matrices_keep_their_singular_vectors_and_have_singular_values_near_one():
+    for rows, columns in ((5, 11), (11, 5), (7, 7)):
+        matrices = torch.randn(3, rows, columns, dtype=torch.float64, generator=generator(rows, "m"))
+        got = orthogonalised(matrices)
+        assert got.shape == matrices.shape
+        assert torch.linalg.svdvals(got).min() > 0.2
+        assert torch.linalg.svdvals(got).max() < 1.3
+        u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+        aligned = u.mT @ got @ vh.mT  # diagonal where the singular vectors are the same
+        torch.testing.assert_close(aligned, torch.diag_embed(aligned.diagonal(dim1=1, dim2=2)))
+        torch.testing.assert_close(orthogonalised(matrices * 1000), got)  # no matter how large the gradient
+
+
+def muon_by_hand(w, grads, lr, decay):
+    """Of one matrix, written from the definition with an exact orthogonalisation's stand-in."""
+    buffer = torch.zeros_like(w)
+    for grad in grads:
+        buffer = 0.95 * buffer + 0.05 * grad
+        nesterov = 0.05 * grad + 0.95 * buffer
+        step = orthogonalised(nesterov.flatten(1)[None])[0].view_as(w)
+        w = w * (1 - lr * decay) - lr * max(1, w.shape[0] / w[0].numel()) ** 0.5 * step
+    return w
+
+
+def test_a_muon_step_is_orthogonalised_nesterov_momentum_for_matrices_and_adam_for_vectors():
+    shapes = [(7, 5), (7, 5), (11, 2), (3, 2, 3, 3), (5,)]
+    start = [torch.randn(shape, dtype=torch.float64, generator=generator(i, "w")) for i, shape in enumerate(shapes)]
+    grads = [
+        [torch.randn(shape, dtype=torch.float64, generator=generator(i, "g", step)) for step in range(3)]
+        for i, shape in enumerate(shapes)
+    ]
+    weights = [nn.Parameter(w.clone()) for w in start]
+    weights[3].data = weights[3].data.contiguous(memory_format=torch.channels_last)
+    optimizer = Muon(weights, lr=0.1, weight_decay=0.5)
+    vector, mean, square = start[4].clone(), torch.zeros(5).double(), torch.zeros(5).double()
+    for step in range(3):
+        for w, of in zip(weights, grads, strict=True):
+            w.grad = of[step].clone()
+        optimizer.step()
+        mean, square = 0.9 * mean + 0.1 * grads[4][step], 0.99 * square + 0.01 * grads[4][step] ** 2
+        vector = vector - 0.06 * 0.1 * mean / (square.sqrt() + 1e-8)
+    for i in range(4):
+        torch.testing.assert_close(weights[i].detach(), muon_by_hand(start[i], grads[i], 0.1, 0.5))
+    torch.testing.assert_close(weights[4].detach(), vector)
