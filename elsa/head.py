@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from elsa.detectors.inputs import LEAST_HELD_OUT, Images, checked, hold_out, kind_of, not_anomalies, subsample
+from elsa.detectors.networks import refuse_below, refuse_unless_positive, settings_of
 from elsa.encoders import VIEWS, Encoder, embed_batches, input_size, parse_encoder, restore_encoder
 from elsa.energy import energy
 from elsa.errors import UserError
@@ -71,14 +72,10 @@ class HeadConfig:
                 f"tau={self.tau} with num_prototypes={self.num_prototypes} lets the energy reach zero, where the loss "
                 f"1/E is unbounded: tau * log(num_prototypes) must exceed 1; use a larger tau or more prototypes"
             )
-        if not 0 < self.neighbour_tau < math.inf:
-            raise UserError(f"neighbour_tau={self.neighbour_tau}: a temperature is above 0, e.g. 0.03")
-        for name, least in (("rank", 1), ("iterations", 0), ("memory", FOLDS), ("size", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least {least}")
-        for name in ("penalty", "neighbour_weight", "neighbour_weight_one_kind"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise UserError(f"{name}={getattr(self, name)}: must be finite and not negative")
+        refuse_unless_positive(self, ["neighbour_tau"])
+        refuse_below(self, 0, ["iterations", "size", "penalty", "neighbour_weight", "neighbour_weight_one_kind"])
+        refuse_below(self, 1, ["rank"])
+        refuse_below(self, FOLDS, ["memory"])
         for name, most in (("normal_share", 1.0), ("suspects", 0.5)):
             if not 0 <= getattr(self, name) <= most:
                 raise UserError(f"{name}={getattr(self, name)}: must be between 0 and {most}")
@@ -98,11 +95,7 @@ class ElsaHead:
         encoder: Encoder | str | None = None,
         **settings: Any,
     ):
-        known = [field.name for field in dataclasses.fields(HeadConfig)]
-        unknown = sorted(settings.keys() - set(known))
-        if unknown:
-            raise UserError(f"there is no setting {unknown[0]!r}; settings are: {', '.join(known)}")
-        self.config = HeadConfig(**settings)
+        self.config = settings_of(HeadConfig, settings)
         self.seed, self.device, self.progress = seed, device, progress
         self.encoder = parse_encoder(encoder) if isinstance(encoder, str) else encoder
 

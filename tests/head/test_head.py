@@ -429,7 +429,7 @@ def test_what_a_user_can_put_right_is_said(encoder):
         (lambda: ElsaHead(num_prototypes=10, tau=0.4), "tau=0.4 with num_prototypes=10"),
         (lambda: ElsaHead(tau=math.nan), "tau=nan"),
         (lambda: ElsaHead(num_prototypes=0), "num_prototypes=0"),
-        (lambda: ElsaHead(rank=0), "rank=0: must be at least 1"),
+        (lambda: ElsaHead(rank=0), "rank=0: must be finite and at least 1"),
         (lambda: ElsaHead(iterations=-1), "iterations=-1"),
         (lambda: ElsaHead(penalty=-1.0), "penalty=-1.0"),
         (lambda: ElsaHead(neighbour_weight=math.inf), "neighbour_weight=inf"),
