@@ -19,6 +19,7 @@ from elsa.detectors.networks import (
     autocast,
     checked_pixels,
     each_batch,
+    in_bf16,
     initialise,
     packed,
     refuse_below,
@@ -61,8 +62,8 @@ class DeepSADConfig:
     """Epoch from which on the learning rate is a tenth, in both stages."""
     batch: int = 128
     """Images per step."""
-    precision: str = "auto"
-    """auto is bf16 on a GPU and fp32 on a CPU."""
+    precision: str = "fp32"
+    """fp32, as published: bf16 rounds what is left of the distances once all images lie near the centre."""
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, ["lr"])
@@ -74,7 +75,7 @@ class DeepSADConfig:
 class LeNet(nn.Module):
     """Images [B, C, H, W] to embeddings [B, 128]; no biases, or it could map everything onto the centre."""
 
-    def __init__(self, channels: int, height: int, width: int):
+    def __init__(self, channels: int, height: int, width: int, outputs: int = EMBEDDING):
         super().__init__()
         self.sides = [(height >> halvings, width >> halvings) for halvings in range(len(WIDTHS) + 1)]
         inputs = (channels, *WIDTHS)
@@ -83,7 +84,7 @@ class LeNet(nn.Module):
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(width, eps=1e-4, affine=False) for width in WIDTHS)
         last_height, last_width = self.sides[-1]
-        self.linear = nn.Linear(WIDTHS[-1] * last_height * last_width, EMBEDDING, bias=False)
+        self.linear = nn.Linear(WIDTHS[-1] * last_height * last_width, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
@@ -125,10 +126,12 @@ def centre_of(embedding_ND: Tensor) -> Tensor:
     return torch.where(centre_D.abs() < FAR_FROM_ZERO, side_D, centre_D)
 
 
-def reconstruction_loss(net: Autoencoder, images: Tensor) -> Tensor:
+def reconstruction_loss(net: Autoencoder, images: Tensor, bf16: bool = False) -> Tensor:
     """Mean squared error per pixel."""
     x = plain(images)
-    return F.mse_loss(net(x.contiguous(memory_format=torch.channels_last)).float(), x)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
+        y = net(x.contiguous(memory_format=torch.channels_last))
+    return F.mse_loss(y.float(), x)
 
 
 def embedding(net: LeNet, images: Tensor) -> Tensor:
@@ -141,9 +144,11 @@ def squared_distance(net: LeNet, centre_D: Tensor, images: Tensor) -> Tensor:
     return (embedding(net, images) - centre_D).square().sum(dim=1)
 
 
-def step_loss(net: LeNet, centre_D: Tensor, images: Tensor, label_B: Tensor, eta: float) -> Tensor:
+def step_loss(net: LeNet, images: Tensor, label_B: Tensor, centre_D: Tensor, eta: float, bf16: bool = False) -> Tensor:
     """Deep SAD's loss of one batch."""
-    return deep_sad_loss(squared_distance(net, centre_D, images), label_B, eta)
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+        distance_B = squared_distance(net, centre_D, images)
+    return deep_sad_loss(distance_B, label_B, eta)
 
 
 class DeepSADDetector:
@@ -161,7 +166,6 @@ class DeepSADDetector:
         config = self.config
         codes = checked_pixels("deep-sad" if self.uses_labels else "deep-svdd", images, labels)
         train, held_out = hold_out(not_anomalies(codes), self.seed)
-        normal_side = train.to(self.device)
         if self.uses_labels:
             train = torch.cat([train, (codes == ANOMALY).nonzero().flatten()])
         else:
@@ -174,22 +178,20 @@ class DeepSADDetector:
         # 1. the encoder of an autoencoder, so that the centre lies among embeddings that differ
         self._pretrain(resident, train)
 
-        # 2. the centre: where the images that may be normal lie on average
+        # 2. the centre: where the training images lie on average, as published with the labelled anomalies
         self.net_.eval()
         with autocast(config.precision, self.device):
             embedded = partial(tuned(embedding, self.device), self.net_)
-            self.centre_D_ = centre_of(each_batch(resident, normal_side, AT_ONCE, self.device, embedded))
+            self.centre_D_ = centre_of(each_batch(resident, train, AT_ONCE, self.device, embedded))
 
         # 3. everything towards it but the labelled anomalies
-        step = tuned(step_loss, self.device)
         optimizer = build_optimizer("adam", self.net_, config.lr, config.weight_decay)
+        facts = (self.centre_D_, config.eta, in_bf16(config.precision, self.device))
 
-        def loss_of(index_B: Tensor, _: torch.Generator) -> Tensor:
-            batch = fetch(resident, index_B, self.device)
-            with autocast(config.precision, self.device):
-                return step(self.net_, self.centre_D_, batch, codes[index_B], config.eta)
+        def inputs_of(index_B: Tensor, _: torch.Generator) -> tuple[Tensor, Tensor]:
+            return fetch(resident, index_B, self.device), codes[index_B]
 
-        self._train("train", self.net_, optimizer, loss_of, train, config.epochs)
+        self._train("train", self.net_, optimizer, step_loss, facts, inputs_of, train, config.epochs)
         self.net_.eval()
         self.calibration_ = self.anomaly_score(fetch(resident, held_out, self.device))
         return self
@@ -220,23 +222,39 @@ class DeepSADDetector:
     def _pretrain(self, images: Images, train: Tensor) -> None:
         config = self.config
         autoencoder = Autoencoder(self.net_, self.shape_[0])
-        initialise(autoencoder, generator(self.seed, "initial weights"))
+        weights_of = generator(self.seed, "initial weights")
+        initialise(autoencoder, weights_of)
+        with torch.no_grad():
+            for weight in autoencoder.convolutions.parameters():  # as published: Xavier's for the decoder alone
+                nn.init.xavier_uniform_(weight, nn.init.calculate_gain("leaky_relu"), generator=weights_of)
         autoencoder.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = build_optimizer("adam", autoencoder, config.lr, config.autoencoder_weight_decay)
-        step = tuned(reconstruction_loss, self.device)
+        facts = (in_bf16(config.precision, self.device),)
 
-        def loss_of(index_B: Tensor, _: torch.Generator) -> Tensor:
-            with autocast(config.precision, self.device):
-                return step(autoencoder, fetch(images, index_B, self.device))
+        def inputs_of(index_B: Tensor, _: torch.Generator) -> tuple[Tensor]:
+            return (fetch(images, index_B, self.device),)
 
-        self._train("autoencoder", autoencoder, optimizer, loss_of, train, config.autoencoder_epochs)
+        epochs = config.autoencoder_epochs
+        self._train("autoencoder", autoencoder, optimizer, reconstruction_loss, facts, inputs_of, train, epochs)
 
-    def _train(self, stage: str, net: nn.Module, optimizer: Any, loss_of: Any, train: Tensor, epochs: int) -> None:
+    def _train(
+        self,
+        stage: str,
+        net: nn.Module,
+        optimizer: Any,
+        loss: Any,
+        facts: Any,
+        inputs_of: Any,
+        train: Tensor,
+        epochs: int,
+    ) -> None:
         train_epochs(
             stage,
             net,
             optimizer,
-            loss_of,
+            loss,
+            facts,
+            inputs_of,
             train,
             epochs=epochs,
             batch=self.config.batch,

@@ -19,6 +19,7 @@ from elsa.detectors.networks import (
     autocast,
     checked_pixels,
     each_batch,
+    in_bf16,
     packed,
     refuse_below,
     refuse_unless_positive,
@@ -58,12 +59,18 @@ class GOADConfig:
     """Images per step; each gives 72 views. The centres of a step are means over so few."""
     lr: float = 1e-3
     """Learning rate of Adam."""
+    norms_fixed_from: int = 1
+    """Epoch from which on batch norm keeps its statistics: the published code never leaves its first evaluation."""
+    inner_norm: int = 0
+    """1 puts norm and ReLU between a block's two convolutions; the published code computes them, then drops them."""
     precision: str = "auto"
     """auto is bf16 on a GPU and fp32 on a CPU."""
 
     def __post_init__(self) -> None:
         refuse_unless_positive(self, ["lr"])
-        refuse_below(self, 0, ["epochs", "margin", "triplet_weight", "norm_weight"])
+        refuse_below(self, 0, ["epochs", "margin", "triplet_weight", "norm_weight", "norms_fixed_from"])
+        if self.inner_norm not in (0, 1):
+            raise UserError(f"inner_norm={self.inner_norm}: use 0, as published, or 1, a Wide-ResNet by its own paper")
         refuse_below(self, 1, ["blocks", "width", "batch"])
 
 
@@ -92,11 +99,12 @@ def transformations(x: Tensor) -> Tensor:
 
 
 class WideBlock(nn.Module):
-    """Norm, ReLU and 3x3 convolution, twice, and a shortcut."""
+    """Norm, ReLU and two 3x3 convolutions, with norm and ReLU between them or not, and a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int):
+    def __init__(self, inputs: int, outputs: int, stride: int, inner_norm: bool):
         super().__init__()
-        self.norm1, self.norm2 = nn.BatchNorm2d(inputs), nn.BatchNorm2d(outputs)
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.between = nn.Sequential(nn.BatchNorm2d(outputs), nn.ReLU()) if inner_norm else nn.Identity()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.shortcut = None if inputs == outputs else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
@@ -104,19 +112,19 @@ class WideBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(x))
         shortcut = x if self.shortcut is None else self.shortcut(y)
-        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(y))))
+        return shortcut + self.conv2(self.between(self.conv1(y)))
 
 
 class WideResNet(nn.Module):
     """Views [B, C, H, W] to embeddings [B, 64 * width] and logits of the transformations [B, 72]."""
 
-    def __init__(self, channels: int, blocks: int, width: int):
+    def __init__(self, channels: int, blocks: int, width: int, inner_norm: bool = False):
         super().__init__()
         layers: list[nn.Module] = [nn.Conv2d(channels, STEM, 3, 1, 1, bias=False)]
         inputs = STEM
         for outputs, stride in ((16 * width, 1), (32 * width, 2), (64 * width, 2)):
             for block in range(blocks):
-                layers.append(WideBlock(inputs, outputs, stride if block == 0 else 1))
+                layers.append(WideBlock(inputs, outputs, stride if block == 0 else 1, inner_norm))
                 inputs = outputs
         layers += [nn.BatchNorm2d(inputs), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.backbone = nn.Sequential(*layers)
@@ -163,9 +171,12 @@ def score_views(net: WideResNet, centre_TD: Tensor, images: Tensor) -> Tensor:
     return goad_score(embed_views(net, images), centre_TD)
 
 
-def step_loss(net: WideResNet, images: Tensor, margin: float, triplet_weight: float, norm_weight: float) -> Tensor:
+def step_loss(
+    net: WideResNet, images: Tensor, margin: float, triplet_weight: float, norm_weight: float, bf16: bool = False
+) -> Tensor:
     """Cross-entropy of the transformations plus the centre-triplet loss plus a pull towards zero."""
-    z, logits = net(views_of(images))
+    with torch.autocast(images.device.type, torch.bfloat16, enabled=bf16):
+        z, logits = net(views_of(images))
     z_BTD = z.float().unflatten(0, (len(images), NUM_TRANSFORMATIONS))
     applied = torch.arange(NUM_TRANSFORMATIONS, device=images.device).repeat(len(images))
     recognised = F.cross_entropy(logits.float(), applied)
@@ -192,23 +203,24 @@ class GOADDetector:
         train, resident = train.to(self.device), reside(images, self.device)
         self.shape_ = tuple(images.shape[1:])
         self.net_ = self._new_net()
-        step = tuned(step_loss, self.device)
+        bf16 = in_bf16(config.precision, self.device)
 
-        def loss_of(index_B: Tensor, _: torch.Generator) -> Tensor:
-            batch = fetch(resident, index_B, self.device)
-            with autocast(config.precision, self.device):
-                return step(self.net_, batch, config.margin, config.triplet_weight, config.norm_weight)
+        def inputs_of(index_B: Tensor, _: torch.Generator) -> tuple[Tensor]:
+            return (fetch(resident, index_B, self.device),)
 
         train_epochs(
             "train",
             self.net_,
             build_optimizer("adam", self.net_, config.lr, 0.0),
-            loss_of,
+            step_loss,
+            (config.margin, config.triplet_weight, config.norm_weight, bf16),
+            inputs_of,
             train,
             epochs=config.epochs,
             batch=config.batch,
             seed=self.seed,
             progress=self.progress,
+            norms_fixed_from=config.norms_fixed_from,
             views=NUM_TRANSFORMATIONS,
         )
         self.net_.eval()
@@ -249,7 +261,7 @@ class GOADDetector:
         return total_TD / len(train)
 
     def _new_net(self) -> WideResNet:
-        net = WideResNet(self.shape_[0], self.config.blocks, self.config.width)
+        net = WideResNet(self.shape_[0], self.config.blocks, self.config.width, self.config.inner_norm == 1)
         weights_of = generator(self.seed, "initial weights")
         with torch.no_grad():
             for module in net.modules():

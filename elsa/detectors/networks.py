@@ -14,7 +14,7 @@ from elsa.detectors.inputs import Images, checked, kind_of
 from elsa.errors import UserError
 from elsa.progress import Progress
 from elsa.seeds import generator
-from elsa.training import Pace, batches_per_epoch, epoch_batches, fetch, precision
+from elsa.training import Pace, TrainStep, batches_per_epoch, epoch_batches, fetch, is_bf16, precision
 
 LEAST_SIDE = 8  # three halvings leave one pixel
 Config = TypeVar("Config")
@@ -65,8 +65,13 @@ def initialise(net: nn.Module, weights_of: torch.Generator) -> None:
                     module.bias.uniform_(-bound, bound, generator=weights_of)
 
 
+def in_bf16(name: str, device: torch.device) -> bool:
+    """What the setting `precision` means there; a loss takes it as a plain flag, which can be compiled."""
+    return is_bf16(ElsaConfig(precision=name), device)
+
+
 def autocast(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 as the setting `precision` says; entered around a loss, left before its gradient."""
+    """bf16 as the setting `precision` says."""
     return precision(ElsaConfig(precision=name), device)
 
 
@@ -74,7 +79,9 @@ def train_epochs(
     stage: str,
     net: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_of: Callable[[Tensor, torch.Generator], Tensor],
+    loss: Callable[..., Tensor],
+    facts: Sequence[Any],
+    inputs_of: Callable[[Tensor, torch.Generator], Sequence[Tensor]],
     index_N: Tensor,
     *,
     epochs: int,
@@ -82,24 +89,27 @@ def train_epochs(
     seed: int,
     progress: Progress,
     slower_from: int | None = None,
+    norms_fixed_from: int | None = None,
     views: int = 1,
 ) -> None:
-    """Train on loss_of(places of a batch, randomness of the epoch); a tenth of the rate from `slower_from` on."""
+    """Train on loss(net, *inputs_of(places of a batch, randomness of the epoch), *facts).
+
+    From epoch `slower_from` on at a tenth of the rate, from `norms_fixed_from` on with batch norm in eval mode.
+    """
     device = index_N.device
     net.train()
-    pace = Pace()
+    pace, update = Pace(), TrainStep(loss, net, optimizer, *facts)
     for epoch in range(epochs):
         if epoch == slower_from:
             for group in optimizer.param_groups:
                 group["lr"] /= 10
+        if epoch == norms_fixed_from:
+            net.eval()
+            update = TrainStep(loss, net, optimizer, *facts)  # a recorded step is one of the mode it was recorded in
         draws_of = generator(seed, f"{stage} draws", epoch, device=device)
         total = torch.zeros((), device=device)
         for index_B in epoch_batches(index_N, batch, generator(seed, f"{stage} order", epoch)):
-            loss = loss_of(index_B, draws_of)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            total += loss.detach()
+            total += update(*inputs_of(index_B, draws_of))
         steps = batches_per_epoch(len(index_N), batch)
         rate = pace.rate(steps * min(batch, len(index_N)) * views)
         progress(stage, epoch + 1, epochs, {"loss": total.item() / steps, "views/s": rate})

@@ -176,10 +176,33 @@ def test_progress_names_both_stages():
     assert ("train", 1, 1) in seen
 
 
+def test_the_decoder_starts_as_published_and_the_encoder_as_pytorch_does():
+    detector = DeepSADDetector(autoencoder_epochs=0, epochs=0)
+    seen = []
+    detector._train = lambda stage, net, *_: seen.append(net)
+    detector.fit(images(40), [""] * 40)
+    convolutions = seen[0].convolutions
+    for convolution in convolutions:
+        fan_in, fan_out = (25 * size for size in (convolution.weight.shape[1], convolution.weight.shape[0]))
+        bound = (2 / (1 + 0.01**2)) ** 0.5 * (6 / (fan_in + fan_out)) ** 0.5
+        assert 0.95 * bound < convolution.weight.abs().max() <= bound
+    assert detector.net_.convolutions[0].weight.abs().max() <= 75**-0.5
+
+
+def test_the_centre_is_that_of_all_training_images_with_the_labelled_anomalies():
+    labels = ["anomaly" if n < 10 else "" for n in range(40)]
+    detector = DeepSADDetector(autoencoder_epochs=1, epochs=0, batch=16).fit(images(40), labels)
+    train = torch.cat([hold_out(torch.arange(10, 40), 0)[0], torch.arange(10)])
+    with torch.no_grad():
+        expected = centre_of(detector.net_(images(40)[train] / 255))
+    torch.testing.assert_close(detector.centre_D_, expected)
+
+
 def test_the_published_settings_are_the_defaults():
     config = DeepSADConfig()
     assert (config.autoencoder_epochs, config.epochs, config.slower_from, config.batch) == (150, 150, 50, 128)
     assert (config.lr, config.weight_decay, config.autoencoder_weight_decay, config.eta) == (1e-4, 5e-7, 5e-4, 1.0)
+    assert config.precision == "fp32"
 
 
 @pytest.mark.parametrize(

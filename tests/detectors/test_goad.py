@@ -9,6 +9,7 @@ from elsa.detectors.goad import (
     NUM_TRANSFORMATIONS,
     GOADConfig,
     GOADDetector,
+    WideBlock,
     WideResNet,
     centre_triplet_loss,
     embed_views,
@@ -121,6 +122,27 @@ def test_the_net_is_wide_resnet_10_4():
     assert logits.shape == (2, 72)
 
 
+def test_the_published_block_has_nothing_between_its_convolutions():
+    published, wide = WideBlock(5, 7, 2, inner_norm=False).eval(), WideBlock(5, 7, 2, inner_norm=True).eval()
+    x = torch.randn(3, 5, 8, 8, generator=torch.Generator().manual_seed(0))
+    y = F.relu(F.batch_norm(x, torch.zeros(5), torch.ones(5)))
+    for block in (published, wide):
+        inner = block.conv1(y)
+        if block is wide:
+            inner = F.relu(F.batch_norm(inner, torch.zeros(7), torch.ones(7)))
+        torch.testing.assert_close(block(x), block.shortcut(y) + block.conv2(inner))
+
+
+def test_batch_norm_keeps_the_statistics_of_the_first_epoch_as_published():
+    def statistics(**settings):
+        detector = GOADDetector(width=1, batch=8, seed=2, **settings).fit(images(30), [""] * 30)
+        return detector.net_.backbone[1].norm1.running_mean
+
+    first = statistics(epochs=1)
+    assert torch.equal(statistics(epochs=3), first)
+    assert not torch.equal(statistics(epochs=3, norms_fixed_from=3), first)
+
+
 def test_the_loss_of_a_step_adds_its_three_parts():
     net = WideResNet(3, 1, 1).eval()
     z = embed_views(net, images(3))
@@ -161,7 +183,7 @@ def test_it_learns_to_recognise_transformations():
     assert normal.median() < 0.8 * 72 * math.log(72)
 
 
-@pytest.mark.parametrize("setting", [{"width": 0}, {"margin": -1.0}, {"lr": 0.0}, {"epoch": 3}])
+@pytest.mark.parametrize("setting", [{"width": 0}, {"margin": -1.0}, {"lr": 0.0}, {"epoch": 3}, {"inner_norm": 2}])
 def test_settings_that_mean_nothing_are_refused(setting):
     with pytest.raises(UserError, match=next(iter(setting))):
         GOADDetector(**setting)

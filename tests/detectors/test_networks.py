@@ -32,14 +32,14 @@ IMAGES = torch.randint(0, 256, (7, 3, 16, 16), dtype=torch.uint8, generator=torc
 LABELS = torch.tensor([0, 1, -1, 0, -1, 1, 0], dtype=torch.int8)
 STEPS = {
     "autoencoder": lambda: (deep_sad.reconstruction_loss, Autoencoder(LeNet(3, 16, 16), 3), IMAGES),
-    "deep-sad": lambda: (deep_sad.step_loss, LeNet(3, 16, 16), torch.ones(128), IMAGES, LABELS, 1.0),
+    "deep-sad": lambda: (deep_sad.step_loss, LeNet(3, 16, 16), IMAGES, LABELS, torch.ones(128), 1.0),
     "deep-sad score": lambda: (deep_sad.squared_distance, LeNet(3, 16, 16), torch.ones(128), IMAGES),
     "goad": lambda: (goad.step_loss, WideResNet(3, 1, 1), IMAGES, 1.0, 0.1, 10.0),
     "goad score": lambda: (goad.score_views, WideResNet(3, 1, 1), torch.ones(72, 64), IMAGES),
     "ss-dgm": lambda: (
-        ss_dgm.step_loss, M2(768, 5, 3), IMAGES, LABELS, torch.zeros(2, 7, 3), HALVES, torch.rand(()),
+        ss_dgm.step_loss, M2((3, 16, 16), 5, 3), IMAGES, LABELS, torch.zeros(2, 7, 3), HALVES, 0.1,
     ),
-    "ss-dgm score": lambda: (ss_dgm.log_odds, M2(768, 5, 3), IMAGES),
+    "ss-dgm score": lambda: (ss_dgm.log_odds, M2((3, 16, 16), 5, 3), IMAGES),
 }  # fmt: skip
 
 
@@ -107,20 +107,25 @@ def test_weights_come_from_the_generator_alone_within_their_bound():
 def test_epochs_see_every_batch_with_the_epochs_randomness_and_report_the_mean_loss():
     net = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-    seen, reports, rates = [], [], []
+    seen, reports, rates, modes = [], [], [], []
 
-    def loss_of(index_B, draws_of):
+    def inputs_of(index_B, draws_of):
         seen.append((index_B.tolist(), torch.rand(1, generator=draws_of).item()))
         rates.append(optimizer.param_groups[0]["lr"])
-        return net.weight.sum() * 0 + float(len(seen))
+        return (torch.tensor(float(len(seen))),)
+
+    def loss(net, number, offset):
+        modes.append(net.training)
+        return net.weight.sum() * 0 + number + offset
 
     index = torch.arange(10, 24)
     train_epochs(
-        "stage", net, optimizer, loss_of, index, epochs=3, batch=5, seed=4, slower_from=1, views=72,
-        progress=lambda *report: reports.append(report),
+        "stage", net, optimizer, loss, (0.5,), inputs_of, index, epochs=3, batch=5, seed=4, slower_from=1,
+        norms_fixed_from=2, views=72, progress=lambda *report: reports.append(report),
     )  # fmt: skip
     assert [report[:3] for report in reports] == [("stage", 1, 3), ("stage", 2, 3), ("stage", 3, 3)]
-    assert [report[3]["loss"] for report in reports] == [1.5, 3.5, 5.5]
+    assert [report[3]["loss"] for report in reports] == [2.0, 4.0, 6.0]
+    assert modes == [True] * 4 + [False] * 2
     assert rates == pytest.approx([1, 1, 0.1, 0.1, 0.1, 0.1])
     assert len({draw for _, draw in seen}) == 6  # the generator goes on within an epoch and is another in the next
     assert len({tuple(places) for places, _ in seen}) == 6

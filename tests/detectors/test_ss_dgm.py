@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.distributions import Bernoulli, Normal, kl_divergence
 
-from elsa.detectors.inputs import hold_out
-from elsa.detectors.ss_dgm import M2, SSDGMDetector, evidence_bound, log_odds, m2_loss, step_loss
+from elsa.detectors.ss_dgm import M2, SSDGMConfig, SSDGMDetector, evidence_bound, log_odds, m2_loss, step_loss
 from elsa.errors import UserError
 from elsa.trust.metrics import auroc
 
@@ -38,16 +37,16 @@ def test_a_posterior_equal_to_the_prior_costs_nothing():
 
 
 def loss_by_hand(bounds, logits, labels, weight):
-    total = 0.0
+    unlabelled, labelled = [], []
     for (normal, anomaly), (a, b), label in zip(bounds, logits, labels, strict=True):
         q = [math.exp(a) / (math.exp(a) + math.exp(b)), math.exp(b) / (math.exp(a) + math.exp(b))]
         if label == 0:
             entropy = -sum(p * math.log(p) for p in q)
-            total -= q[0] * normal + q[1] * anomaly + entropy
+            unlabelled.append(-(q[0] * normal + q[1] * anomaly + entropy))
         else:
             known = 1 if label == -1 else 0
-            total += -(normal, anomaly)[known] - weight * math.log(q[known])
-    return total / len(labels)
+            labelled.append(-(normal, anomaly)[known] - weight * math.log(q[known]))
+    return sum(unlabelled) / len(unlabelled) + sum(labelled) / len(labelled)
 
 
 @pytest.mark.parametrize("weight", [0.0, 3.0])
@@ -71,7 +70,7 @@ def test_an_unlabelled_image_pays_least_where_q_is_the_posterior():
 
 
 def test_a_step_tries_both_classes_with_their_priors():
-    net = M2(64, H, Z)
+    net = M2((1, 8, 8), H, Z).eval()
     batch, noise, label = images(B), torch.randn(2, B, Z), LABELS
     x = batch.flatten(1) / 255
     bounds = []
@@ -82,27 +81,30 @@ def test_a_step_tries_both_classes_with_their_priors():
         z = mean + torch.exp(0.5 * log_variance) * noise[kind]
         logits = net.decoder(torch.cat([z, y], 1))
         bounds.append(evidence_bound(x, logits, mean, log_variance) + math.log((0.7, 0.3)[kind]))
-    expected = m2_loss(torch.stack(bounds, 1), net.classifier(x), label, 2.0)
+    expected = m2_loss(torch.stack(bounds, 1), net.classifier(batch / 255), label, 2.0)
     torch.testing.assert_close(step_loss(net, batch, label, noise, (math.log(0.7), math.log(0.3)), 2.0), expected)
 
 
 def test_the_score_ranks_as_the_probability_of_an_anomaly():
-    net = M2(64, H, Z)
-    probability = net.classifier(images(B).flatten(1) / 255).softmax(dim=1)[:, 1]
+    net = M2((1, 8, 8), H, Z).eval()
+    probability = net.classifier(images(B) / 255).softmax(dim=1)[:, 1]
     torch.testing.assert_close(log_odds(net, images(B)).sigmoid(), probability)
 
 
-def test_a_labelled_image_weighs_by_how_few_there_are(monkeypatch):
-    from elsa.detectors import ss_dgm
+def test_the_few_labelled_images_weigh_as_much_as_all_others_and_none_cost_nothing():
+    bounds, logits = draws(B, 2), draws(B, 2, seed=1)
+    unlabelled = LABELS == 0
+    apart = [m2_loss(bounds[one], logits[one], LABELS[one], 2.0) for one in (unlabelled, ~unlabelled)]
+    torch.testing.assert_close(m2_loss(bounds, logits, LABELS, 2.0), apart[0] + apart[1])
 
-    weights = []
-    real = ss_dgm.step_loss
-    monkeypatch.setattr(ss_dgm, "step_loss", lambda *given: weights.append(given[-1]) or real(*given))
-    labels = ["normal"] * 60 + ["anomaly"] * 20 + [""] * 80
-    SSDGMDetector(epochs=1, hidden=H, latent=Z, classification_weight=0.1).fit(images(160), labels)
-    train = hold_out(torch.tensor([n for n in range(160) if not 60 <= n < 80]), 0)[0]
-    labelled = int((train < 60).sum()) + 20
-    assert weights[0] == pytest.approx(0.1 * (len(train) + 20) / labelled)
+
+def test_the_published_settings_are_the_defaults():
+    config = SSDGMConfig()
+    assert (config.hidden, config.latent, config.epochs, config.batch) == (512, 128, 150, 128)
+    assert (config.lr, config.weight_decay, config.classification_weight) == (1e-3, 1e-6, 0.1)
+    net = M2((3, 32, 32), config.hidden, config.latent)
+    shapes = [tuple(layer.weight.shape) for layer in (*net.encoder, *net.decoder) if isinstance(layer, torch.nn.Linear)]
+    assert shapes == [(512, 3074), (256, 512), (256, 256), (256, 130), (512, 256), (3072, 512)]
 
 
 def test_it_learns_the_class_from_few_labels():
