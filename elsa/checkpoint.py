@@ -39,10 +39,15 @@ class Checkpoint:
         """Load the parts of this stage; the epoch to go on with, its facts and its loose tensors."""
         if not self.state or self.state["stage"] != stage:
             return 0, {}, {}
-        for name, part in parts.items():
-            _load(
-                part, {key.removeprefix(f"{name}/"): t for key, t in self.tensors.items() if key.startswith(f"{name}/")}
-            )
+        try:
+            for name, part in parts.items():
+                mine = {key for key in self.tensors if key.startswith(f"{name}/")}
+                _load(part, {key.removeprefix(f"{name}/"): self.tensors[key] for key in mine})
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{self.path} was written by another version of elsa, whose {stage} had other parts; go on with that "
+                f"version, or delete it to start the fit afresh"
+            ) from error
         loose = {key.removeprefix("loose/"): t for key, t in self.tensors.items() if key.startswith("loose/")}
         return self.state["epoch"], self.state["facts"], loose
 

@@ -1,6 +1,7 @@
 """The `elsa` command: each command parses, calls one function and prints. Nothing here imports torch at the top."""
 
 import errno
+import io
 import json
 import os
 import shlex
@@ -217,6 +218,9 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """The exit code: 0 done, 2 the user's mistake (one line on stderr), 1 our fault, 130 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file name may hold what the terminal's encoding lacks
     try:
         command = shlex.join(["elsa", *arguments])  # for the provenance of what it makes
         result = cli.main(list(arguments), prog_name="elsa", standalone_mode=False, obj=command)

@@ -3,7 +3,9 @@
 import csv
 import hashlib
 import io
+import math
 import platform
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ import torch
 from elsa import __version__
 from elsa.config import ElsaConfig, parse_settings
 from elsa.data.load import ImageSet, load_images
+from elsa.data.shards import Shards
 from elsa.data.sources import open_source
 from elsa.detectors import build as build_detector
 from elsa.detectors import detector_class
@@ -75,6 +78,7 @@ def fit_source(
     checkpoint.unlink(missing_ok=True)
     return [
         *_broken_lines(loaded),
+        *_cache_lines(loaded),
         f"Fitted on {len(loaded.names):,} images ({_count_words(loaded)}) in {about['seconds']:.0f} s: {out}",
         f"Next: elsa score {out} SOURCE --out scores.csv",
     ]
@@ -93,14 +97,22 @@ def score_source(
     loaded = load_images(open_source(source), **about["preprocessing"], cache=cache, progress=progress)
     scores = detector.anomaly_score(loaded.images)
     words = [""] * len(scores) if limit is None else verdicts(scores, limit)
-    columns = zip(loaded.names, scores.tolist(), p_values(scores, detector.calibration_).tolist(), words, strict=True)
+    columns = zip(
+        map(_storable, loaded.names),
+        scores.tolist(),
+        p_values(scores, detector.calibration_).tolist(),
+        words,
+        strict=True,
+    )
     rows = [{"path": n, "score": s, "p_value": p, "verdict": v, "error": ""} for n, s, p, v in columns]
     rows.sort(key=lambda row: (-row["score"], row["path"]))
-    rows += [{"path": n, "score": None, "p_value": None, "verdict": "", "error": why} for n, why in loaded.broken]
+    broken = [(_storable(name), why) for name, why in loaded.broken]
+    rows += [{"path": n, "score": None, "p_value": None, "verdict": "", "error": why} for n, why in broken]
     write_whole(out, _table(rows, out.suffix))
     called = "no verdicts" if limit is None else f"{words.count('anomaly'):,} called anomalies"
     return [
         *_broken_lines(loaded),
+        *_cache_lines(loaded),
         *note,
         f"Scored {len(scores):,} images, {called}: {out}",
         *[f"  {row['score']:.4f}  p {row['p_value']:.4f}  {row['path']}" for row in rows[:SHOWN] if not row["error"]],
@@ -114,8 +126,10 @@ def evaluate_source(model: Path, source: Path, labels: Path | None, *, device: s
         raise UserError(f"no image of {source} has a label; name a table of labels with --labels FILE")
     detector, about = open_model(model, choose_device(device), progress)
     labelled = opened.subset([record for record, word in enumerate(opened.labels) if word])
-    loaded = load_images(labelled, **about["preprocessing"], progress=progress)
-    return evaluate_scores(detector.anomaly_score(loaded.images).numpy(), loaded.labels)
+    with tempfile.TemporaryDirectory(prefix="elsa-") as cache:  # used only where memory does not hold the images
+        loaded = load_images(labelled, **about["preprocessing"], cache=Path(cache), progress=progress)
+        scores = detector.anomaly_score(loaded.images)
+    return evaluate_scores(scores.numpy(), loaded.labels)
 
 
 def choose_device(asked: str) -> str:
@@ -143,7 +157,7 @@ def hash_data(loaded: ImageSet) -> str:
     """sha256 over names, labels and pixels, in their order: says whether two models saw the same data."""
     digest = hashlib.sha256()
     for name, label in zip(loaded.names, loaded.labels, strict=True):
-        digest.update(f"{name}\0{label}\0".encode())
+        digest.update(f"{name}\0{label}\0".encode(errors="surrogateescape"))
     for start in range(0, len(loaded.images), HASH_BATCH):
         digest.update(loaded.images[start : start + HASH_BATCH].numpy().tobytes())
     return digest.hexdigest()
@@ -225,6 +239,11 @@ def _limit(calibration: torch.Tensor, false_alarms: float | None) -> tuple[float
         return None, [f"No verdicts: {error}"]
 
 
+def _storable(name: str) -> str:
+    r"""A file name as UTF-8 can hold it: bytes of another encoding, which Linux allows, become \\udcxx."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def _table(rows: list[dict[str, Any]], suffix: str) -> bytes:
     if suffix == ".parquet":
         import pyarrow as pa
@@ -248,6 +267,13 @@ def _broken_lines(loaded: ImageSet) -> list[str]:
     shown = "; ".join(f"{name}: {why}" for name, why in loaded.broken[:3])
     rest = f"; and {len(loaded.broken) - 3} more" if len(loaded.broken) > 3 else ""
     return [f"Left out, could not be read ({len(loaded.broken)}): {shown}{rest}"]
+
+
+def _cache_lines(loaded: ImageSet) -> list[str]:
+    if not isinstance(loaded.images, Shards):
+        return []
+    size = math.prod(loaded.images.shape) / 1e9
+    return [f"The decoded images ({size:.1f} GB) stay in {loaded.images.folder} for the next run; delete it at will"]
 
 
 def _count_labels(loaded: ImageSet) -> dict[str, int]:

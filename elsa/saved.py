@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from elsa import __version__
 from elsa.errors import UserError
 from elsa.model_file import read_model, write_model
 from elsa.progress import Progress, silent
@@ -50,7 +51,16 @@ def open_model(folder: Path, device: str = "cpu", progress: Progress = silent) -
         )
     module, name = SAVED_CLASSES[about["class"]].split(":")
     detector_class = getattr(import_module(module), name)
-    return detector_class.from_state(tensors, about["detector"], device=device, progress=progress), about
+    try:
+        detector = detector_class.from_state(tensors, about["detector"], device=device, progress=progress)
+    except (KeyError, RuntimeError, UserError) as error:  # a tensor or a setting that this version does not have
+        if isinstance(error, RuntimeError) and "state_dict" not in str(error):
+            raise  # the device's trouble, not the file's
+        raise UserError(
+            f"{folder} was written by another version of elsa ({about.get('versions', {}).get('elsa', 'unknown')}; "
+            f"this is {__version__}) whose {name} had other parts; use that version, or fit the model again"
+        ) from error
+    return detector, about
 
 
 def load(folder: Path, device: str = "cpu") -> Detector:

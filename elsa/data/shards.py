@@ -81,7 +81,7 @@ class Stored:
 def cache_folder(cache: Path, source: Path) -> Path:
     """The folder for one source in a cache that may serve several."""
     where = os.path.realpath(source)
-    return cache / f"{Path(where).name or 'root'}-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+    return cache / f"{Path(where).name or 'root'}-{hashlib.sha256(os.fsencode(where)).hexdigest()[:8]}"
 
 
 def read_manifest(folder: Path, fingerprint: str) -> dict[str, Any] | None:
