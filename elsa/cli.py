@@ -195,12 +195,13 @@ def evaluate(model: Path, source: Path, labels: Path | None, as_json: bool, devi
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="run PLAN|speed|repeat [OPTIONS]")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="run PLAN...|report|speed|repeat|pack [OPTIONS]")
 def bench(arguments: tuple[str, ...]) -> int:
-    """Fill the missing cells of a table of the paper, or measure speed.
+    """Fill the missing cells of the paper's tables, write them beside the paper's figures, or measure speed.
 
-    run fills the cells of PLAN, resumable; speed measures views/s of every stage against the usual loop; repeat fits
-    one cell twice. `elsa bench run --help` and so on tell their options; `python -m elsa.bench` is the same without
+    run fills the cells of each PLAN, resumable; report writes docs/results.md and its plots from the results; speed
+    measures views/s of every stage against the usual loop; repeat fits one cell twice; pack packs data sets for hosts
+    without pyarrow. `elsa bench run --help` and so on tell their options; `python -m elsa.bench` is the same without
     click.
     """
     from elsa.bench.__main__ import main as run_bench
