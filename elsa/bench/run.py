@@ -21,7 +21,8 @@ from elsa.bench.encoders import EncoderStore
 from elsa.bench.lines import append_line, finished_cells, provenance
 from elsa.bench.plans import AS_PUBLISHED, OF_DATASET, PLANS, PRETRAINED_AS, VARIANTS, WATCHED, Cell
 from elsa.bench.protocols import Benchmark, auroc_per_class, load_benchmark
-from elsa.bench.watch import FinetuningWatch, PretrainingWatch, WatchedElsa, embeddings, looked_at
+from elsa.bench.steered import SteeredElsa
+from elsa.bench.watch import FinetuningWatch, Lookout, PretrainingWatch, embeddings, looked_at
 from elsa.data.benchmarks import CIFAR10_CLASSES, load_cifar10
 from elsa.data.splits import one_class_split
 from elsa.detectors import build
@@ -187,9 +188,10 @@ def run_cell(
             scores, settings = _neighbours(training, test_images, weights, told, cell)
             clock["fit"] = time.monotonic() - start
         else:
-            model = WatchedElsa(method=cell.detector, **told.of(cell)) if _is_watched(cell) else _built(cell, told)
-            if isinstance(model, WatchedElsa):
-                watch = model.look = FinetuningWatch(model.config, test_images, is_anomaly, model.device)
+            model = SteeredElsa(method=cell.detector, **told.of(cell)) if _is_watched(cell) else _built(cell, told)
+            if isinstance(model, SteeredElsa):
+                watch = FinetuningWatch(model.config, test_images, is_anomaly, model.device)
+                model.steered_by = Lookout(watch)
             given = training[:2] if cell.detector not in PRETRAINED_AS else (*training[:2], weights)
             model.fit(*given)
             clock["finetune" if isinstance(model, Elsa) else "fit"] = time.monotonic() - start
@@ -227,20 +229,15 @@ def _is_watched(cell: Cell) -> bool:
 def _encoder(cell: Cell, benchmark: Benchmark, told: Told, store: EncoderStore, more: dict[str, Any]) -> Weights:
     """Weights after pre-training: kept ones if there are any, else new ones, looked at where the cell is about that."""
     images, labels = benchmark.pretraining_set(cell)
-    if cell.watches_pretraining:
-        watched = WatchedElsa(method=PRETRAINED_AS[cell.detector], **told.common(cell))
-        _, _, hidden = benchmark.training_set(cell)
-        is_anomaly = benchmark.is_anomaly(cell)
-        watch = watched.look = PretrainingWatch(watched.config, images, hidden, benchmark.test_images, is_anomaly)
-        weights = watched.pretrain(images, labels)
-        more["watched"] = {"pretraining": watch.found}
-        return weights
-    encoder = Elsa(method=PRETRAINED_AS[cell.detector], **told.common(cell))
-    kept = store.find(cell, encoder.config, told.device)
-    if kept is not None:
-        return kept
+    encoder = SteeredElsa(method=PRETRAINED_AS[cell.detector], **told.common(cell))
+    if not cell.watches_pretraining:
+        return store.weights(cell, encoder, images, labels)
+    _, _, hidden = benchmark.training_set(cell)
+    is_anomaly = benchmark.is_anomaly(cell)
+    watch = PretrainingWatch(encoder.config, images, hidden, benchmark.test_images, is_anomaly)
+    encoder.steered_by = Lookout(watch)
     weights = encoder.pretrain(images, labels)
-    store.keep(cell, encoder.config, weights)
+    more["watched"] = {"pretraining": watch.found}
     return weights
 
 

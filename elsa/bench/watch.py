@@ -1,8 +1,8 @@
 """Looks at Elsa while it learns: what the paper's analyses need beyond one AUROC. No test label selects anything."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +15,9 @@ from elsa.checkpoint import Checkpoint
 from elsa.config import ElsaConfig
 from elsa.early_stop import rotation_summed_energy
 from elsa.elsa import Elsa
-from elsa.finetune import finetune
 from elsa.inference import PROJECTION_BATCH, fold_norms, project
 from elsa.nets import Net
-from elsa.pretrain import pretrain
-from elsa.training import fetch, reside
+from elsa.training import fetch
 from elsa.trust.metrics import auroc
 
 Look = Callable[[int, Net, Tensor], None]
@@ -29,7 +27,7 @@ UNIFORMITY_OF = (1, 2, 5, 10, 20, 40, 60, 80, 100, 120, 140, 160, 180, 250, 350,
 POINTS_OF_EACH_KIND = 150
 
 
-class _Lookout(Checkpoint):
+class Lookout(Checkpoint):
     """Stands where a checkpoint stands: handed the network after every epoch, it looks and writes nothing."""
 
     def __init__(self, look: Look):
@@ -44,37 +42,6 @@ class _Lookout(Checkpoint):
         was_training = net.training
         self.look(epoch, net.eval(), loose.get("current prototypes", torch.empty(0)))
         net.train(was_training)
-
-
-class WatchedElsa(Elsa):
-    """Elsa whose network is looked at after every epoch of both stages; it learns the same to the bit."""
-
-    look: Look
-
-    def fit(self, images: Any, labels: Sequence[str | None], pretrained: dict[str, Tensor] | None = None) -> Self:
-        """Fine-tune `pretrained` weights."""
-        assert pretrained is not None
-        label_N = self._checked(images, labels).to(self.device)
-        images = reside(images, self.device)
-        net = self._new_net(images.shape)
-        net.load_state_dict(pretrained)
-        held_back = self._held_back(label_N)
-        lookout = _Lookout(self.look)
-        self.prototypes_, self.history_ = finetune(
-            net, images, label_N, held_back, self.config, self.seed, lookout, self.progress
-        )
-        self.net_ = net.eval()
-        self.calibration_ = self.anomaly_score(fetch(images, held_back, self.device))
-        return self
-
-    def pretrain(self, images: Any, labels: Sequence[str | None]) -> dict[str, Tensor]:
-        """Contrastive pre-training of images that are all unlabelled."""
-        label_N = self._checked(images, labels).to(self.device)
-        images = reside(images, self.device)
-        net = self._new_net(images.shape)
-        everything = torch.arange(len(label_N), device=self.device)
-        pretrain(net, images, everything, self.config, self.seed, _Lookout(self.look), self.progress)
-        return net.state_dict()
 
 
 class FinetuningWatch:

@@ -11,14 +11,16 @@ from PIL import Image
 from sklearn.svm import OneClassSVM
 from small import QUICK, small_cifar10
 
-from elsa.bench import as_published, watch
+from elsa.bench import as_published, encoders, watch
 from elsa.bench import run as module
 from elsa.bench.as_published import score_as_published, stratified_tenth
+from elsa.bench.encoders import EncoderStore
 from elsa.bench.lines import cell_of, provenance, read_lines
 from elsa.bench.plans import ABLATED, AS_PUBLISHED, PLANS, VARIANTS, WATCHED, Cell
 from elsa.bench.protocols import AllAgainstOutliers, load_benchmark
 from elsa.bench.run import run_plan
-from elsa.bench.watch import FinetuningWatch, WatchedElsa, principal_coordinates
+from elsa.bench.steered import SteeredElsa
+from elsa.bench.watch import FinetuningWatch, Lookout, principal_coordinates
 from elsa.elsa import Elsa
 from elsa.errors import UserError
 from elsa.progress import silent
@@ -50,8 +52,8 @@ def test_a_watched_fit_learns_the_same_to_the_bit_and_is_seen_after_every_epoch(
     settings = {**QUICK, "finetune_epochs": 3, "prototypes_every": 2}
     weights = Elsa(seed=1, **settings).pretrain(images, labels)
     plain = Elsa(seed=1, **settings).fit(images, labels, weights)
-    watched, seen = WatchedElsa(seed=1, **settings), []
-    watched.look = lambda epoch, net, prototypes: seen.append((epoch, net.training, prototypes.shape))
+    watched, seen = SteeredElsa(seed=1, **settings), []
+    watched.steered_by = Lookout(lambda epoch, net, given: seen.append((epoch, net.training, given.shape)))
     watched.fit(images, labels, weights)
     assert torch.equal(watched.anomaly_score(test_images), plain.anomaly_score(test_images))
     assert watched.history_ == plain.history_
@@ -133,6 +135,29 @@ def test_a_kept_encoder_is_not_made_again_unless_its_settings_changed(tmp_path, 
     monkeypatch.setenv("ELSA_COMMIT", "another")
     assert run(QUICK)[1] is True
     assert len(list(made.glob("*.npz"))) == 3
+
+
+def test_a_stopped_pretraining_goes_on_where_it_stood_to_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoders, "SECONDS_BETWEEN", 0.0)
+    settings = {**QUICK, "pretrain_epochs": 4, "pretrain_warmup": 1}
+    images, labels = small_cifar10(None)[0][:40], [""] * 40
+    expected = Elsa(seed=3, **settings).pretrain(images, labels)
+    store, epochs = EncoderStore(tmp_path / "encoders"), []
+
+    def killed(stage, done, total, figures):
+        epochs.append(done)
+        if epochs == [1, 2, 3]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.weights(CELL, SteeredElsa(seed=3, progress=killed, **settings), images, labels)
+    found = store.weights(CELL, SteeredElsa(seed=3, progress=killed, **settings), images, labels)
+    assert epochs == [1, 2, 3, 3, 4]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(list((tmp_path / "encoders").iterdir())) == 1
+    kept = store.weights(CELL, SteeredElsa(seed=3, progress=killed, **settings), images, labels)
+    assert len(epochs) == 5
+    assert all(torch.equal(kept[name], expected[name]) for name in expected)
 
 
 def test_variants_change_the_detector_and_leave_the_encoder_alone(tmp_path, monkeypatch):
