@@ -31,7 +31,8 @@ class Lars(torch.optim.Optimizer):
             weights = [w for w in group["params"] if w.grad is not None]
             grads = [w.grad for w in weights]
             for w in weights:
-                self.state[w].setdefault("momentum_buffer", torch.zeros_like(w))
+                if "momentum_buffer" not in self.state[w]:
+                    self.state[w]["momentum_buffer"] = torch.zeros_like(w)
             buffers = [self.state[w]["momentum_buffer"] for w in weights]
 
             weight_norm = torch.stack(torch._foreach_norm(weights))

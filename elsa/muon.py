@@ -64,9 +64,10 @@ class Muon(torch.optim.Optimizer):
             # in memory order: filters lie channels-last, and the order of columns does not matter to the result
             stacked = torch.stack([_flat(updates[number]) for number in numbers])
             steps = orthogonalised(stacked.bfloat16() if stacked.is_cuda else stacked)
-            size = max(1.0, rows / columns) ** 0.5
+            size, rate = max(1.0, rows / columns) ** 0.5, torch.as_tensor(group["lr"], device=stacked.device)
             for number, step in zip(numbers, steps, strict=True):
-                weights[number].sub_(_shaped(step, weights[number]) * (size * group["lr"]))
+                # in the weights' numbers, or the sum would be made in bf16 where the step is
+                weights[number].addcmul_(_shaped(step, weights[number]).to(weights[number].dtype), rate, value=-size)
 
     def _step_vectors(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         if not weights:
@@ -84,7 +85,9 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_sub_(weights, steps)
 
     def _state(self, w: Tensor, name: str) -> Tensor:
-        return self.state[w].setdefault(name, torch.zeros_like(w))
+        if name not in self.state[w]:
+            self.state[w][name] = torch.zeros_like(w)
+        return self.state[w][name]
 
 
 def _flat(filters: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from torch import nn
 
 from elsa.config import method_config
 from elsa.inference import filled_up, fold_norms, project
-from elsa.nets import ConvNorm, build_net, convolve_as_product
+from elsa.nets import ConvNorm, Norm, build_net, convolve_as_product
 from elsa.seeds import generator
 
 CONFIG = method_config("elsa+", "cpu")
@@ -42,6 +42,25 @@ def test_a_product_of_patches_is_the_convolution_and_has_its_gradients(
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_the_one_pass_norm_is_batch_norm_with_its_statistics_and_gradients():
+    ours, theirs = Norm(5), nn.BatchNorm2d(5)
+    for norm in (ours, theirs):
+        norm.weight.data = torch.rand(5, generator=generator(0, "scale")) + 0.5
+        norm.bias.data = torch.randn(5, generator=generator(0, "shift"))
+    for step in range(2):
+        x = 3 + torch.randn(2, 5, 7, 11, generator=generator(step, "x"))
+        upstream = torch.randn(2, 5, 7, 11, generator=generator(step, "upstream"))
+        results = []
+        for norm, call in ((ours, ours.in_one_pass), (theirs, theirs)):
+            given = x.clone().requires_grad_()
+            y = call(given)
+            results.append((y, *torch.autograd.grad(y, (given, norm.weight, norm.bias), upstream)))
+        for mine, reference in zip(*results, strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-4)
+    for name, tensor in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [("resnet18", "small"), ("resnet18", "large"), ("tiny", "auto")])
