@@ -31,9 +31,10 @@ def start(tmp_path):
     processes = []
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
 
-    def starting(*names):
+    def starting(*names, plans=()):
         for name in names:
-            command = [sys.executable, str(HERE / "worker.py"), str(tmp_path / "results.jsonl"), str(tmp_path), name]
+            places = [str(tmp_path / "results.jsonl"), str(tmp_path), name]
+            command = [sys.executable, str(HERE / "worker.py"), *places, *plans]
             processes.append(subprocess.Popen(command, env=environment))
         until(lambda: all((tmp_path / f"{name}.ready").exists() for name in names))
         return processes[-len(names) :]
@@ -60,6 +61,16 @@ def test_processes_side_by_side_share_a_plan(start, tmp_path):
     added = [int((tmp_path / f"{name}.added").read_text()) for name in ("one", "two", "three")]
     assert sum(added) == len(CELLS)
     assert min(added) > 0  # they did work at the same time
+
+
+def test_processes_on_plans_that_overlap_double_and_skip_nothing(start, tmp_path):
+    workers = [*start("one"), *start("both", plans=("other", "small")), *start("other", plans=("other",))]
+    (tmp_path / "go").touch()
+    for worker in workers:
+        assert worker.wait(60) == 0
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    done = [(line["plan"], str(Cell(**{name: line[name] for name in CELLS[0].fields()}))) for line in lines]
+    assert sorted(done) == sorted([("small", str(c)) for c in CELLS] + [("other", str(c)) for c in CELLS[2:5]])
 
 
 def test_the_work_of_a_killed_process_is_taken_over(start, tmp_path):

@@ -1,4 +1,4 @@
-"""A process that fills a small plan, for tests that start and kill several: RESULTS FOLDER NAME."""
+"""A process that fills small plans, for tests that start and kill several: RESULTS FOLDER NAME [PLAN ...]."""
 
 import sys
 import time
@@ -21,11 +21,12 @@ def small_cifar10(_folder):
     return images, classes, images[:50], classes[:50]
 
 
-def main(results, folder, name):
+def main(results, folder, name, plans):
     """Say that it is ready, wait for the word, fill the plan slowly; say when it works and how many cells it added."""
     torch.set_num_threads(1)
     module.load_cifar10, module.LOOK_AGAIN = small_cifar10, 0.1
     PLANS["small"] = lambda: CELLS
+    PLANS["other"] = lambda: CELLS[2:5]
     (folder / f"{name}.ready").touch()
     while not (folder / "go").exists():
         time.sleep(0.01)
@@ -34,9 +35,9 @@ def main(results, folder, name):
         (folder / f"{name}.working").touch()
         time.sleep(0.2)
 
-    added = module.run_plan("small", results, Path("cifar"), 1e9, "cpu", {}, slowly)
+    added = module.run_plan(plans, results, Path("cifar"), 1e9, "cpu", {}, slowly)
     (folder / f"{name}.added").write_text(str(added))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:] or ["small"])
