@@ -200,15 +200,15 @@ def scenario2_knn() -> list[Cell]:
 
 
 def as_published() -> list[Cell]:
-    """The shallow rows once more, selected with labels of the test set: explains a difference, and is no fair row."""
-    return [
-        cell
-        for gamma_p in POLLUTIONS
-        for cell in (
-            *unsupervised(("oc-svm", "isolation-forest", "kde"), [gamma_p], AS_PUBLISHED),
-            *semi_supervised(("ssad",), [(0.05, gamma_p)], AS_PUBLISHED),
-        )
-    ] + semi_supervised(("ssad",), [(0.01, 0.0), (0.1, 0.0)], AS_PUBLISHED)
+    """The shallow rows once more, as their source ran them: explains a difference, and is no fair row. Needs no GPU."""
+    detectors = ("isolation-forest", "oc-svm", "kde")
+    return [cell for gamma_p in POLLUTIONS for cell in unsupervised(detectors, [gamma_p], AS_PUBLISHED)]
+
+
+def as_published_ssad() -> list[Cell]:
+    """The same for ssad, whose ten kernels take minutes a cell without a GPU."""
+    shares = [*((0.05, gamma_p) for gamma_p in POLLUTIONS), (0.01, 0.0), (0.1, 0.0)]
+    return semi_supervised(("ssad",), shares, AS_PUBLISHED)
 
 
 def scenario3() -> list[Cell]:
@@ -272,6 +272,7 @@ PLANS: dict[str, Callable[[], list[Cell]]] = {
     "scenario1": scenario1,
     "scenario2-knn": scenario2_knn,
     "as-published": as_published,
+    "as-published-ssad": as_published_ssad,
     "scenario3": scenario3,
     "imagenet10": imagenet10,
     "ablations": ablations,

@@ -167,12 +167,13 @@ def _more_seeds(gamma_p: float) -> Row:
 
 
 def _as_published(published: dict[str, float], gamma_l: float, gamma_p: float) -> list[Row]:
-    plan = cells_of(("as-published",), lambda cell: (cell.gamma_l, cell.gamma_p) == (gamma_l, gamma_p))
+    plans = ("as-published", "as-published-ssad")
+    plan = cells_of(plans, lambda cell: (cell.gamma_l, cell.gamma_p) == (gamma_l, gamma_p))
     names = dict.fromkeys(cell.detector for cell in plan)
     return [
         Row(
             f"{name}, tuned as published †",
-            cells_of(("as-published",), _of(name, gamma_l, gamma_p, AS_PUBLISHED)),
+            cells_of(plans, _of(name, gamma_l, gamma_p, AS_PUBLISHED)),
             published.get(name),
         )
         for name in names
