@@ -66,6 +66,12 @@ def fit_source(
     detector = build(seed=seed, device=device, progress=progress)  # refuses wrong settings before hours of decoding
     loaded = load_images(opened, size=size, resize=resize, cache=out.with_name(f"{out.name}.cache"), progress=progress)
     detector.fit(loaded.images, loaded.labels)
+    if not detector.calibration_.isfinite().all():
+        checkpoint.unlink(missing_ok=True)  # to go on from there would lead here again
+        raise UserError(
+            "the training diverged, its scores are not finite numbers: lower the learning rate or leave it at its "
+            "default; nothing was written"
+        )
     about = {
         "command": command,
         "seed": seed,

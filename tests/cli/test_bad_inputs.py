@@ -115,6 +115,7 @@ FIT = {
     "unknown setting": (None, ["--set", "tua=0.4"], "'tua'"),
     "setting of the wrong type": (None, ["--set", "tau=hot"], "--set"),
     "setting without a value": (None, ["--set", "tau"], "NAME=VALUE"),
+    "a rate at which the training diverges": (None, ["--set", "finetune_lr=1e30"], "diverged"),
     "unknown preset": (None, ["--set", "preset=best"], "preset"),
     "unknown encoder": (None, ["--encoder", "resnet50"], "--encoder resnet50"),
     "file for a network that takes none": (None, ["--encoder", "tiny:weights.pth"], "--encoder tiny:weights.pth"),
