@@ -167,6 +167,12 @@ def test_a_row_without_figures_for_cells_is_compared_only_when_it_is_complete():
     assert find(row, dict(list(lines.items())[:1])).error is None
 
 
+def test_a_pair_is_normal_class_first():
+    assert published_pair(Cell("elsa+", "cifar10", "Plane", "Car", 0.05, 0.0, 0)) == 95.0
+    assert published_pair(Cell("elsa+", "cifar10", "Car", "Plane", 0.05, 0.0, 0)) == 98.8
+    assert published_pair(Cell("elsa+", "cifar10", "Car", "Truck", 0.05, 0.0, 0)) == 99.2
+
+
 def test_rows_hold_the_cells_that_the_issue_counts():
     counts = {row.name: len(row.cells) for row in table2(0.05)}
     assert counts["elsa+"] == counts["elsa"] == 30
