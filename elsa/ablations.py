@@ -9,16 +9,13 @@ import math
 import torch
 from torch import Tensor
 
+from elsa.energy import energy
 from elsa.labels import ANOMALY
+from elsa.losses import energy_loss
 
 SCORES = ("prototypes", "cosine", "contrastive")
-LOSSES = ("inverse", "naive", "deep-sad")
+LOSSES = ("inverse", "clamped", "naive", "deep-sad")
 LEAST = 0.01  # what 1/S and 1/(C - S) divide by at least; a cosine can reach either end, a single prototype S < 0
-
-
-def prototype_score(z_BD: Tensor, prototypes_KD: Tensor, tau: float) -> Tensor:
-    """S(x) = log sum_k exp(z . p_k / tau): Elsa's own, between log K - 1/tau and log K + 1/tau."""
-    return torch.logsumexp(z_BD @ prototypes_KD.T / tau, dim=1)
 
 
 def cosine_score(z_BD: Tensor, prototypes_KD: Tensor) -> Tensor:
@@ -47,29 +44,32 @@ def highest_score(score: str, count: int, tau: float) -> float:
 def loss_of_scores(score_B: Tensor, label_B: Tensor, highest: float, loss: str) -> Tensor:
     """The mean over the batch of what a labelled anomaly and what everything else pays.
 
-    inverse: 1/(C - S) and 1/S; naive: S and -S; deep-sad: 1/(C - S) and -S. Denominators are kept above LEAST.
+    inverse: 1/(C - S) and 1/S; naive: S and -S; deep-sad: 1/(C - S) and -S. Denominators are kept above LEAST;
+    `clamped` is inverse by another name, for settings under which that matters to say so.
     """
     is_anomaly_B = label_B == ANOMALY
     pushed_B = score_B if loss == "naive" else (highest - score_B).clamp(min=LEAST).reciprocal()
-    pulled_B = score_B.clamp(min=LEAST).reciprocal() if loss == "inverse" else -score_B
+    pulled_B = score_B.clamp(min=LEAST).reciprocal() if loss in ("inverse", "clamped") else -score_B
     return torch.where(is_anomaly_B, pushed_B, pulled_B).mean()
 
 
 def ablated_loss(z_ND: Tensor, prototypes_KD: Tensor, label_N: Tensor, score: str, loss: str, tau: float) -> Tensor:
-    """L_e with another score or another form; with `prototypes` and `inverse` it is Elsa's own."""
+    """L_e with another score or another form; with `prototypes` and `inverse` it is Elsa's own, to the bit."""
+    if (score, loss) == ("prototypes", "inverse"):
+        return energy_loss(energy(z_ND, prototypes_KD, tau), label_N, len(prototypes_KD), tau)
     if score == "contrastive":
         return loss_of_scores(contrastive_score_of_batch(z_ND), label_N, highest_score(score, len(z_ND) - 1, tau), loss)
-    score_N = cosine_score(z_ND, prototypes_KD) if score == "cosine" else prototype_score(z_ND, prototypes_KD, tau)
+    score_N = cosine_score(z_ND, prototypes_KD) if score == "cosine" else -energy(z_ND, prototypes_KD, tau)
     return loss_of_scores(score_N, label_N, highest_score(score, len(prototypes_KD), tau), loss)
 
 
-def ablated_energy(z_BD: Tensor, prototypes_KD: Tensor, score: str, tau: float) -> Tensor:
+def ablated_energy(z_BD: Tensor, prototypes_KD: Tensor, tau: float, score: str) -> Tensor:
     """-S for scoring and early stopping; for `contrastive` the prototypes are all training embeddings."""
     if score == "cosine":
         return -cosine_score(z_BD, prototypes_KD)
     if score == "contrastive":
         return -contrastive_score(z_BD, prototypes_KD)
-    return -prototype_score(z_BD, prototypes_KD, tau)
+    return energy(z_BD, prototypes_KD, tau)
 
 
 def uniformity(z_ND: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ ABLATED = {
 PROTOTYPE_COUNTS = (1, 50, 100, 200, 500)
 VARIANTS: dict[str, dict[str, Any]] = {
     **ABLATED,
-    **{f"K={count}": {"num_prototypes": count} for count in PROTOTYPE_COUNTS},
+    **{f"K={count}": {"num_prototypes": count} for count in PROTOTYPE_COUNTS if count > 1},
+    "K=1": {"num_prototypes": 1, "loss": "clamped"},
     WATCHED: {},
     AS_PUBLISHED: {},
 }
