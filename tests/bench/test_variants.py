@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.neighbors import KernelDensity
 from sklearn.svm import OneClassSVM
 from small import QUICK, small_cifar10
 
@@ -340,3 +341,15 @@ def test_a_line_is_json_that_any_reader_takes(tmp_path, monkeypatch):
         raise AssertionError(f"{word} is no JSON")
 
     json.loads((tmp_path / "r").read_text(), parse_constant=refuse)
+
+
+def test_a_bandwidth_is_judged_on_folds_it_was_not_fitted_to():
+    rows = torch.randn(23, 3, generator=torch.Generator().manual_seed(0)).double()
+    order = np.random.default_rng([5, 2]).permutation(23)
+    folds = [part.numpy() for part in torch.from_numpy(order).chunk(as_published.FOLDS)]
+    by_hand = 0.0
+    for fold in folds:
+        rest = np.setdiff1d(order, fold)
+        by_hand += KernelDensity(bandwidth=0.7).fit(rows[rest].numpy()).score(rows[fold].numpy())
+    distances = torch.cdist(rows, rows).square()
+    assert as_published.cross_validated(distances, 0.7, 3, seed=5) == pytest.approx(by_hand / 23)
