@@ -258,6 +258,8 @@ def test_scenario_3_trains_on_all_of_cifar10_and_tests_against_the_sets_at_hand(
     scores = benchmark.test_images.float().mean((1, 2, 3)).numpy()
     assert benchmark.auroc_per_class(scores, plan["small"][0]) == {"SVHN": 100.0, "CIFAR-100": 100.0}
     assert benchmark.is_anomaly(plan["small"][0]).sum() == 12
+    apart = np.repeat([0.5, 1.0, 0.0], [100, 7, 5])  # normal images, then the sets in their order
+    assert benchmark.auroc_per_class(apart, plan["small"][0]) == {"SVHN": 100.0, "CIFAR-100": 0.0}
 
 
 def test_missing_folders_are_named(tmp_path, monkeypatch):
