@@ -78,6 +78,13 @@ def test_every_command_and_every_detector_is_in_the_docs():
     assert rows == set(elsa.DETECTORS)
 
 
+def test_every_module_has_its_place_in_the_architecture():
+    """By its own name, or by that of its folder."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    modules = [path.relative_to(ROOT) for path in (ROOT / "elsa").rglob("*.py") if not path.name.startswith("__")]
+    assert not [str(path) for path in modules if path.name not in page and f"{path.parent}/`" not in page]
+
+
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
 def test_links_lead_somewhere(page):
     here = (ROOT / page).parent
