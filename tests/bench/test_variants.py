@@ -54,7 +54,7 @@ def test_a_watched_fit_learns_the_same_to_the_bit_and_is_seen_after_every_epoch(
     images, classes, test_images, test_classes = small_cifar10(None)
     chosen = classes < 4
     images, labels = images[chosen], ["anomaly" if n % 10 == 0 else "" for n in range(int(chosen.sum()))]
-    settings = {**QUICK, "finetune_epochs": 3, "prototypes_every": 2}
+    settings = {**QUICK, "finetune_epochs": 3, "prototypes_every": 2, "finetune_batchnorm": "train"}
     weights = Elsa(seed=1, **settings).pretrain(images, labels)
     plain = Elsa(seed=1, **settings).fit(images, labels, weights)
     watched, seen = SteeredElsa(seed=1, **settings), []
