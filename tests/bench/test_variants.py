@@ -65,6 +65,9 @@ def test_a_watched_fit_learns_the_same_to_the_bit_and_is_seen_after_every_epoch(
     assert torch.equal(watched.calibration_, plain.calibration_)
     assert seen == [(epoch, False, (8, 128)) for epoch in (1, 2, 3)]
     is_anomaly = (test_classes > 3).numpy()
+    told = watched.config
+    watch.both_ensembles(watched, test_images, (test_classes > 3).numpy())
+    assert watched.config == told
     watch_of = FinetuningWatch(watched.config, test_images, is_anomaly, watched.device)
     watch_of(1, watched.net_, watched.prototypes_)
     histogram = watch_of.histograms["1"]
