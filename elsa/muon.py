@@ -26,7 +26,7 @@ def orthogonalised(matrices_LMN: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Orthogonalised Nesterov momentum for matrices and filters, Adam at `vector_share` of the rate for the rest.
 
-    The layers of one shape are one batch of products in bf16 on a GPU, in their own numbers on a CPU.
+    The products are in bf16 on a GPU, in the weights' own numbers on a CPU.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, buffers, group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        layers: dict[tuple[int, int], list[int]] = {}
+        same_rows: dict[int, list[int]] = {}
         for number, w in enumerate(weights):
-            layers.setdefault((w.shape[0], w[0].numel()), []).append(number)
-        for (rows, columns), numbers in layers.items():
-            # in memory order: filters lie channels-last, and the order of columns does not matter to the result
-            stacked = torch.stack([_flat(updates[number]) for number in numbers])
-            steps = orthogonalised(stacked.bfloat16() if stacked.is_cuda else stacked)
-            size, rate = max(1.0, rows / columns) ** 0.5, torch.as_tensor(group["lr"], device=stacked.device)
+            same_rows.setdefault(w.shape[0], []).append(number)
+        for numbers in same_rows.values():
+            steps = orthogonalised(_stacked([updates[number] for number in numbers]))
+            rate = torch.as_tensor(group["lr"], device=steps.device)
             for number, step in zip(numbers, steps, strict=True):
+                w = weights[number]
+                size = max(1.0, w.shape[0] / w[0].numel()) ** 0.5
                 # in the weights' numbers, or the sum would be made in bf16 where the step is
-                weights[number].addcmul_(_shaped(step, weights[number]).to(weights[number].dtype), rate, value=-size)
+                w.addcmul_(_shaped(step[:, : w[0].numel()], w).to(w.dtype), rate, value=-size)
 
     def _step_vectors(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         if not weights:
@@ -90,12 +90,23 @@ class Muon(torch.optim.Optimizer):
         return self.state[w][name]
 
 
-def _flat(filters: Tensor) -> Tensor:
-    return filters.permute(0, 2, 3, 1).flatten(1) if filters.ndim == 4 else filters.flatten(1)
+def _stacked(updates: list[Tensor]) -> Tensor:
+    """Updates with one number of rows as one batch; columns of zeros fill it up and stay zero in all that follows.
+
+    A batch for each number of rows instead of each shape: 4 chains of products for ResNet-18 instead of 14.
+    """
+    first, columns = updates[0], max(update[0].numel() for update in updates)
+    dtype = torch.bfloat16 if first.is_cuda else first.dtype
+    stacked = torch.zeros(len(updates), len(first), columns, dtype=dtype, device=first.device)
+    for place, update in zip(stacked, updates, strict=True):
+        # in memory order: filters lie channels-last, and the order of columns does not matter to the result
+        flat = update.permute(0, 2, 3, 1).flatten(1) if update.ndim == 4 else update.flatten(1)
+        place[:, : flat.shape[1]] = flat
+    return stacked
 
 
 def _shaped(step_MN: Tensor, like: Tensor) -> Tensor:
     if like.ndim != 4:
-        return step_MN.view_as(like)
+        return step_MN.reshape(like.shape)
     outputs, inputs, height, width = like.shape
-    return step_MN.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+    return step_MN.reshape(outputs, height, width, inputs).permute(0, 3, 1, 2)

@@ -99,8 +99,35 @@ MUTANTS = {
             ("0.5 * (1 + math.cos", "0.5 * (1 - math.cos"),
             ("(step + 1) / warmup", "step / warmup"),
         ],
+        "muon.py": [
+            ("beta=b, alpha=c), x, beta=a)", "beta=a, alpha=c), x, beta=b)"),
+            ("torch._foreach_lerp(grads, buffers,", "torch._foreach_lerp(buffers, grads,"),
+            ("value=-size)", "value=-1.0)"),
+            ("update.permute(0, 2, 3, 1).flatten(1)", "update.flatten(1)"),
+            ("torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 0.01)", "pass"),
+            ('1 - group["lr"] * group["weight_decay"]', "1"),
+        ],
         "seeds.py": [("repr((seed, *purpose))", "repr((seed,))")],
         "nets.py": [("uniform_(-bound, bound, generator=generator)", "uniform_(-bound, bound)")],
+    },
+    "test_nets.py": {
+        "nets.py": [
+            ("x[:, :, ::stride, ::stride]", "x"),
+            (".permute(0, 2, 3, 1, 4, 5).flatten(3)", ".permute(0, 2, 3, 4, 5, 1).flatten(3)"),
+            ("(padding,) * 4", "(0,) * 4"),
+            ("- mean_C * mean_C", "- mean_C"),
+            ("variance_C * (count / (count - 1))", "variance_C"),
+            ("self.bias - mean_C * scale_C", "self.bias - mean_C"),
+            ("self.num_batches_tracked.add_(1)", "pass"),
+        ],
+        "inference.py": [
+            ("torch.rsqrt(norm.running_var + norm.eps)", "torch.rsqrt(norm.running_var + 1)"),
+            ("norm.bias - norm.running_mean * scale", "norm.bias"),
+            ("            y += shortcut\n", "            pass\n"),
+            ("y.relu_() if self.relu else y", "y.relu_()"),
+            ("copy.deepcopy(net).eval()", "net.eval()"),
+            ("[:, :: self.stride[0], :: self.stride[1]]", "[:, 1 :: self.stride[0], 1 :: self.stride[1]]"),
+        ],
     },
     "test_elsa.py": {
         "finetune.py": [

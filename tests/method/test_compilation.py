@@ -26,7 +26,7 @@ def step(loss, net):
     loss(net, *arguments).backward()
 
 
-@pytest.mark.filterwarnings("default")  # the compiler's own deprecations are not ours to mend
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own deprecations are not ours to mend
 def test_one_compilation_serves_all_experiments_and_nothing_breaks_the_graph():
     # an H200 takes 15 to 20 s for each compilation: a sweep must pay once, not once per experiment
     torch._dynamo.reset()
@@ -46,7 +46,7 @@ def test_one_compilation_serves_all_experiments_and_nothing_breaks_the_graph():
     assert len(graphs) == 2
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_views_of_a_score_are_one_graph_for_all_models():
     compiled = torch.compile(one_view, backend="eager", fullgraph=True, dynamic=False)
     torch.compiler.reset()

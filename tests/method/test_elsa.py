@@ -317,7 +317,7 @@ def test_twenty_steps_give_the_losses_they_always_gave():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # the compiler's own deprecations are not ours to mend
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own deprecations are not ours to mend
 def test_the_compiled_losses_equal_the_eager_ones():
     config = Elsa(**TOY_SETTINGS).config
     net = build_net("tiny", "auto", 3, 32, 4, generator(0, "initial weights"))
