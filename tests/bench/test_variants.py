@@ -24,6 +24,7 @@ from elsa.bench.protocols import AllAgainstOutliers, load_benchmark
 from elsa.bench.run import run_plan
 from elsa.bench.steered import SteeredElsa
 from elsa.bench.watch import FinetuningWatch, Lookout, principal_coordinates
+from elsa.config import CHOICES
 from elsa.data.benchmark_sets import write_packed
 from elsa.data.benchmarks import IMAGENETTE_CLASSES
 from elsa.elsa import Elsa
@@ -145,9 +146,10 @@ def test_a_kept_encoder_is_not_made_again_unless_its_settings_changed(tmp_path, 
     assert len(list(made.glob("*.npz"))) == 3
 
 
-def test_a_stopped_pretraining_goes_on_where_it_stood_to_the_same_bits(tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", CHOICES["pretrain_optimizer"])
+def test_a_stopped_pretraining_goes_on_where_it_stood_to_the_same_bits(tmp_path, monkeypatch, optimizer):
     monkeypatch.setattr(encoders, "SECONDS_BETWEEN", 0.0)
-    settings = {**QUICK, "pretrain_epochs": 4, "pretrain_warmup": 1}
+    settings = {**QUICK, "pretrain_epochs": 4, "pretrain_warmup": 1, "pretrain_optimizer": optimizer}
     images, labels = small_cifar10(None)[0][:40], [""] * 40
     expected = Elsa(seed=3, **settings).pretrain(images, labels)
     store, epochs = EncoderStore(tmp_path / "encoders"), []
