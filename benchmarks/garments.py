@@ -6,8 +6,9 @@ FOLDER holds the four .gz files (Debian: package dataset-fashion-mnist, /usr/sha
 torchvision's mobilenet_v2-b0353104.pth. Training images come from the train file, test images from the test file: 1,350
 normal, of which 30 are labelled, 150 hidden others, 30 labelled others; 500 and 500 to test. One JSON line is appended
 to the results for each (garment, seed, detector) that is missing there, so a killed run goes on where it stopped.
+Beside other work set OMP_WAIT_POLICY=passive, or threads that spin against it make a fit take four times as long.
 --detectors elsa is a tiny network that has seen nothing but the training images, as in `elsa demo --from-scratch`.
---table writes the lines as a table into docs/head.md.
+--table writes the lines as two tables into docs/head.md.
 """
 
 import argparse
@@ -176,12 +177,21 @@ def table(lines: list[dict]) -> str:
 
 
 def write_table(results: Path, page: Path) -> None:
-    """Put the table between the marks in the page."""
+    """Put both tables between their marks in the page: pretrained, and from scratch on the seeds that it was run on."""
     lines = read_lines(results)
-    marked = re.compile(r"(<!-- garments -->\n).*?(<!-- end -->)", re.DOTALL)
+    scratch_seeds = {line["seed"] for line in lines if line["detector"] in SCRATCH}
+    fill(page, "garments", [line for line in lines if line["detector"] not in SCRATCH])
+    from_scratch = [line for line in lines if line["detector"] in SCRATCH | ON_PIXELS and line["seed"] in scratch_seeds]
+    fill(page, "garments from scratch", from_scratch)
+
+
+def fill(page: Path, mark: str, lines: list[dict]) -> None:
+    """Replace what stands between `mark` and the next end by the table of these lines."""
+    marked = re.compile(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", re.DOTALL)
     seeds = sorted({line["seed"] for line in lines})
     caption = (
-        f"Seeds {', '.join(map(str, seeds))}; {len(lines)} runs; `s` is a run's mean seconds, its embedding included."
+        f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; {len(lines)} runs; `s` is a run's mean seconds, "
+        "its embedding included."
     )
     content = f"{table(lines)}\n\n{caption}\n"
     text, replaced = marked.subn(lambda match: match[1] + content + match[2], page.read_text())
