@@ -15,6 +15,7 @@ from small import QUICK, small_cifar10
 
 from elsa.bench import as_published, encoders, watch
 from elsa.bench import run as module
+from elsa.bench.__main__ import main
 from elsa.bench.as_published import score_as_published, stratified_tenth
 from elsa.bench.cell import Told
 from elsa.bench.encoders import EncoderStore
@@ -360,3 +361,37 @@ def test_a_bandwidth_is_judged_on_folds_it_was_not_fitted_to():
         by_hand += KernelDensity(bandwidth=0.7).fit(rows[rest].numpy()).score(rows[fold].numpy())
     distances = torch.cdist(rows, rows).square()
     assert as_published.cross_validated(distances, 0.7, 3, seed=5) == pytest.approx(by_hand / 23)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "scenario2", "scenario3"], "--cifar10 is needed for cells on cifar10"),
+        (["run", "imagenet10"], "--data is needed for cells on imagenette64"),
+        (["run"], "PLAN"),
+        (["pack", "{}", "--out", "{}"], "cifar100_test.parquet"),
+        (["report", "--check", "--results", "{}", "--out", "{}/none.md"], "none.md is stale"),
+    ],
+)
+def test_the_command_tells_what_is_missing_in_one_line(arguments, told, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format(tmp_path) for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.startswith("Error: ")
+    assert error.count("\n") == 1
+
+
+def test_the_command_fills_several_plans(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, cells in {
+        "scenario2": [CELL],
+        "scenario2-knn": [cell(detector="knn", labelled=None, gamma_l=0.0)],
+    }.items():
+        monkeypatch.setitem(PLANS, name, lambda cells=cells: cells)
+    settings = [f"--set={name}={value}" for name, value in QUICK.items() if name != "preset"]
+    where = ["--cifar10", "x", "--encoders", "e", "--device", "cpu", "--preset", "cpu"]
+    assert main(["run", "scenario2", "scenario2-knn", *where, *settings]) == 0
+    assert "scenario2, scenario2-knn: 2 cells added to results/results.jsonl" in capsys.readouterr().out
+    assert len(read_lines(tmp_path / "results" / "results.jsonl")) == 2
+    assert len(list((tmp_path / "e").glob("*.npz"))) == 1
