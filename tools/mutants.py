@@ -66,7 +66,7 @@ MUTANTS = {
             ("draws[:, TOP] * (1 - scale_y)", "draws[:, LEFT] * (1 - scale_y)"),
             ("* size - 0.5", "* size"),
             ("torch.where(first, 1, contrast)", "torch.where(first, 1, 1)"),
-            (".mean(dim=(2, 3), keepdim=True)\n", ".mean()\n"),
+            ("x.mean(dim=(2, 3))", "x.mean(dim=(2, 3)).mean(dim=0, keepdim=True).expand(len(x), -1)"),
             ("(area_max - area_min) * draws[:, AREA]", "(area_max - area_min) * draws[0, AREA]"),
         ]
     },

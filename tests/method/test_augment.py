@@ -178,3 +178,10 @@ def test_the_flip_comes_before_the_turn():
     draws[:, FLIP] = 0.1
     out = two_views(images(1), draws, 4, 1.0, 1.0)
     torch.testing.assert_close(out, rotations(plain(images(1)).flip(3), 4).repeat(2, 1, 1, 1))
+
+
+def test_many_images_are_augmented_as_few_are(monkeypatch):
+    x, draws = images(count=23), torch.rand(23, NUM_DRAWS, generator=torch.Generator().manual_seed(1))
+    at_once = weak(x, draws, 0.3, 1.0)
+    monkeypatch.setattr("elsa.augment.CACHED", 7)
+    torch.testing.assert_close(weak(x, draws, 0.3, 1.0), at_once)
