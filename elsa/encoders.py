@@ -95,22 +95,26 @@ def embed_batches(
         )
     size = size or input_size(max(images.shape[2:]))
     net = encoder.inference_net.to(device)
-    mean = torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
-    std = torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
     for start in range(0, len(images), batch):
         part = images[start : start + batch]
         assert part.dtype == torch.uint8, "images are uint8 everywhere but here"
         with torch.inference_mode():
-            pixels = part.to(device).float().div(255)
-            if pixels.shape[-2:] != (size, size):
-                pixels = interpolate(pixels, (size, size), mode="bilinear", antialias=True)
-            pixels = pixels.expand(-1, 3, -1, -1).sub(mean).div(std).contiguous(memory_format=torch.channels_last)
+            pixels = prepared(part.to(device), size).contiguous(memory_format=torch.channels_last)
             vectors = net(pixels)
             if views == "image and its flip":
                 vectors = (vectors + net(pixels.flip(3))) / 2
         yield vectors.cpu().clone()
         done = min(start + batch, len(images))
         progress("embed", done, len(images), {})
+
+
+def prepared(images: Tensor, size: int) -> Tensor:
+    """uint8 images [B, C, H, W] as the network sees them: floats [B, 3, size, size], ImageNet-normalised."""
+    pixels = images.float().div(255)
+    if pixels.shape[-2:] != (size, size):
+        pixels = interpolate(pixels, (size, size), mode="bilinear", antialias=True)
+    mean, std = (pixels.new_tensor(numbers).view(3, 1, 1) for numbers in (IMAGENET_MEAN, IMAGENET_STD))
+    return pixels.expand(-1, 3, -1, -1).sub(mean).div(std)
 
 
 def input_size(side: int) -> int:
