@@ -98,7 +98,7 @@ def open_source(source: Path, labels: Path | None = None) -> Source:
 
 
 def _open_folder(folder: Path) -> Source:
-    names = sorted(_walk(folder, folder, ""))
+    names = sorted(walk_images(folder))
     if not names:
         if any(folder.glob("*.parquet")):
             raise UserError(f"SOURCE {folder} holds Parquet files and no images; give one of the Parquet files")
@@ -115,23 +115,24 @@ def _open_folder(folder: Path) -> Source:
     )
 
 
-def _walk(root: Path, folder: Path, prefix: str) -> Iterator[str]:
-    """Relative names of all image files below; hidden files are skipped, links must stay inside the source."""
+def walk_images(root: Path, folder: Path | None = None, prefix: str = "") -> Iterator[str]:
+    """Relative names of all image files below, as they are met: hidden ones skipped, links must stay inside."""
+    folder = folder or root
     try:
-        entries = list(os.scandir(folder))
+        with os.scandir(folder) as entries:  # not a list: a folder may hold ten million
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_symlink():
+                    _check_inside(Path(entry.path), root, entry.path)
+                    if entry.is_dir():
+                        continue  # its files are met where they lie
+                if entry.is_dir():
+                    yield from walk_images(root, Path(entry.path), f"{prefix}{entry.name}/")
+                elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
+                    yield prefix + entry.name
     except OSError as error:
         raise UserError(f"{folder} cannot be read: {error.strerror}; change its permissions or move it away") from error
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_symlink():
-            _check_inside(Path(entry.path), root, entry.path)
-            if entry.is_dir():
-                continue  # its files are met where they lie
-        if entry.is_dir():
-            yield from _walk(root, Path(entry.path), f"{prefix}{entry.name}/")
-        elif Path(entry.name).suffix.lower() in IMAGE_SUFFIXES:
-            yield prefix + entry.name
 
 
 def _check_inside(path: Path, root: Path, given: str) -> None:
