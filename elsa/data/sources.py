@@ -80,9 +80,9 @@ def open_source(source: Path, labels: Path | None = None) -> Source:
         raise UserError(f"SOURCE {source}: {error.strerror}; give a folder, a table or a packed file") from error
     suffix = source.suffix.lower()
     if is_folder:
-        place = _cifar10_place(source)
+        place = cifar10_place(source)
         opened = _open_folder(source) if place is None else _open_cifar10(source, place)
-    elif suffix == ".parquet" and (column := _image_column(source)) is not None:
+    elif suffix == ".parquet" and (column := image_column(open_parquet(source).schema_arrow)) is not None:
         opened = _open_image_parquet(source, column)
     elif suffix in SUFFIXES:
         opened = _open_manifest(source)
@@ -261,9 +261,9 @@ def _refuse_contradictions(table: Path, names: list[str], words: list[str]) -> N
             )
 
 
-def _image_column(path: Path) -> str | None:
-    """The column of Hugging Face image structs {bytes, path}, if the Parquet file has one."""
-    for field in open_parquet(path).schema_arrow:
+def image_column(schema: pyarrow.Schema) -> str | None:
+    """The column of Hugging Face image structs {bytes, path}, if a Parquet file has one."""
+    for field in schema:
         if pyarrow.types.is_struct(field.type) and {"bytes", "path"} <= {part.name for part in field.type}:
             return field.name
     return None
@@ -290,7 +290,7 @@ def _open_image_parquet(path: Path, column: str) -> Source:
     )
 
 
-def _cifar10_place(folder: Path) -> Path | None:
+def cifar10_place(folder: Path) -> Path | None:
     """The folder with CIFAR-10's binary files: the given one or the one the archive unpacks to."""
     places = (folder, folder / "cifar-10-batches-bin")
     return next((place for place in places if (place / CIFAR10_FILES["test"][0]).is_file()), None)
