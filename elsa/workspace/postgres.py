@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -53,6 +53,9 @@ class PostgresDatabase:
             self._open()
 
     def _open(self) -> psycopg.Connection:
+        if self._connection is not None and not self._connection.closed:
+            with suppress(psycopg.OperationalError):  # the server may have gone and come back since
+                self._connection.execute("")
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.connect(self._url, autocommit=True, connect_timeout=10)
             try:

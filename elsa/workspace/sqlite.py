@@ -61,17 +61,20 @@ class SqliteDatabase:
             raise UserError(f"{self.name} lies on a disk without a write-ahead log ({mode}): choose a local disk")
         self._execute("PRAGMA synchronous = FULL")  # in WAL mode less may lose the last commits with the power
         self._execute("PRAGMA foreign_keys = ON")
-        with self.write() as execute:
-            if execute("PRAGMA user_version", [])[0][0] == 0:
-                for statement in TABLES:
-                    execute(statement, [])
-                execute(f"PRAGMA application_id = {APPLICATION}", [])
-                execute(f"PRAGMA user_version = {SCHEMA}", [])
+        if self._version() == 0:
+            with self.write() as execute:
+                if self._version() == 0:  # another process may have been first
+                    for statement in TABLES:
+                        execute(statement, [])
+                    execute(f"PRAGMA application_id = {APPLICATION}", [])
+                    execute(f"PRAGMA user_version = {SCHEMA}", [])
+
+    def _version(self) -> int:
+        return self._execute("PRAGMA user_version")[0][0]
 
     def _refuse_foreign_file(self) -> None:
-        [(application,)], [(version,)] = (
-            self._execute(f"PRAGMA {name}") for name in ("application_id", "user_version")
-        )
+        version = self._version()
+        [(application,)] = self._execute("PRAGMA application_id")
         [(tables,)] = self._execute("SELECT count(*) FROM sqlite_master")
         if tables and application != APPLICATION:
             raise UserError(f"{self.name} is an SQLite file of another program: choose another workspace")
@@ -82,7 +85,7 @@ class SqliteDatabase:
             )
         [(found,)] = self._execute("PRAGMA quick_check(1)")
         if found != "ok":
-            raise sqlite3.DatabaseError(found)
+            raise sqlite3.DatabaseError(" ".join(found.split()))
 
     @contextmanager
     def write(self) -> Iterator[Execute]:
