@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from elsa.data.demo import BAG, DEMO_FILE, DemoSplit, demo_split
 from elsa.data.sources import open_source
 from elsa.detectors import build
 from elsa.jobs import versions
+from elsa.memory import peak_memory_mb
 from elsa.output import check_writable, write_whole
 from elsa.progress import Progress, silent
 from elsa.report.histogram import Series
@@ -127,7 +127,7 @@ def run_demo(
         suspects_right=int(splits[0].hidden[suspicious[:hidden]].sum()),
         hidden=hidden,
         seconds=round(time.monotonic() - began, 1),
-        peak_memory_mb=_peak_memory_mb(),
+        peak_memory_mb=peak_memory_mb(),
     )
     report = _report(result, splits[0], images, garments, train_scores, test_scores, suspicious, found, command)
     write_report(folder / "report.html", report)
@@ -206,15 +206,6 @@ def _row(name: str, note: str, found: list[Evaluation]) -> Row:
         round(100 * statistics.fmean(getattr(run.auroc, end) for run in found), 2) for end in ("value", "low", "high")
     )
     return Row(name, value, low, high, note, ours=name == "elsa")
-
-
-def _peak_memory_mb() -> float | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return round(peak / (1 << 20 if sys.platform == "darwin" else 1 << 10), 1)
 
 
 def _report(

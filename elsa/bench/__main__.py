@@ -10,7 +10,7 @@ import torch
 
 from elsa.bench.plans import PLANS
 from elsa.bench.run import repeat_cell, run_plan
-from elsa.bench.speed import measure_speed, write_speed
+from elsa.bench.speed import measure_speed, measure_time_to, num_cores, write_speed
 from elsa.config import ElsaConfig, parse_settings
 from elsa.errors import UserError
 
@@ -100,7 +100,13 @@ def _repeat(given: argparse.Namespace) -> str:
 def _speed(given: argparse.Namespace) -> str:
     settings = _settings(given)
     figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)
-    return "\n".join(write_speed(figures, given.results, given.device, settings))
+    figures += measure_time_to(given.device, num_cores())
+    lines = write_speed(figures, given.results, given.device, settings)
+    try:
+        from elsa.bench.speed_plot import write_speed_plot
+    except ModuleNotFoundError as error:  # GPU hosts are often bare
+        return "\n".join([*lines, f"no plot, {error.name} is missing: pip install elsa[bench]"])
+    return "\n".join([*lines, write_speed_plot(figures, given.results.with_suffix(".svg"), given.device)])
 
 
 def _report(given: argparse.Namespace) -> str:

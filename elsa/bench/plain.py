@@ -69,6 +69,26 @@ def loader(images: NDArray[np.uint8], views: int, shifts: int, area: float, batc
     return DataLoader(WeakViews(images, views, shifts, area), batch, shuffle=True, drop_last=True, num_workers=workers)
 
 
+class LabelledViews(WeakViews):
+    """The same with the label code of each image."""
+
+    def __init__(self, images: NDArray[np.uint8], labels: Tensor, views: int, shifts: int, area: float):
+        super().__init__(images, views, shifts, area)
+        self.labels = labels.tolist()
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:  # type: ignore[override]  # a pair instead of the views
+        return super().__getitem__(number), self.labels[number]
+
+
+def labelled_loader(
+    images: NDArray[np.uint8], labels: Tensor, views: int, shifts: int, area: float, batch: int, workers: int
+) -> DataLoader:
+    """Batches ([B, views * shifts, C, H, W], [B]) from worker processes."""
+    return DataLoader(
+        LabelledViews(images, labels, views, shifts, area), batch, shuffle=True, drop_last=True, num_workers=workers
+    )
+
+
 def train_step(net: nn.Module, views: Tensor, shifts: int, tau: float, optimizer: torch.optim.Optimizer) -> Tensor:
     """NT-Xent and rotation loss of one batch [B, 2 * shifts, C, H, W], as a readable loop writes them."""
     x = views.transpose(0, 1).flatten(0, 1)
@@ -80,6 +100,30 @@ def train_step(net: nn.Module, views: Tensor, shifts: int, tau: float, optimizer
     partner = torch.cat([torch.arange(half, 2 * half), torch.arange(half)]).to(z.device)
     rotation = torch.arange(shifts, device=z.device).repeat_interleave(len(views)).repeat(2)
     loss = F.cross_entropy(similarity, partner) + F.cross_entropy(logits, rotation)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def finetune_step(
+    net: nn.Module,
+    views: Tensor,
+    labels: Tensor,
+    prototypes: Tensor,
+    shifts: int,
+    tau: float,
+    optimizer: torch.optim.Optimizer,
+) -> Tensor:
+    """L_e and L_s of one batch [B, 2 * shifts, C, H, W], as a readable loop writes them."""
+    raw, logits = net(views.transpose(0, 1).flatten(0, 1))
+    score = torch.logsumexp(F.normalize(raw, dim=1) @ prototypes.T / tau, dim=1)
+    anomalous = labels.repeat(2 * shifts) == -1
+    highest = math.log(len(prototypes)) + 1 / tau
+    loss = torch.where(anomalous, 1 / (highest - score), 1 / score).mean()
+    if shifts > 1:
+        rotation = torch.arange(shifts, device=views.device).repeat_interleave(len(views)).repeat(2)
+        loss = loss + F.cross_entropy(logits[~anomalous], rotation[~anomalous])
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

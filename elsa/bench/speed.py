@@ -4,6 +4,7 @@ All variants run in turns within one process, so that what else the machine does
 over the turns with the lowest and the highest.
 """
 
+import math
 import os
 import statistics
 import time
@@ -21,9 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from elsa.augment import draw, two_views
 from elsa.bench.plain import loader, score_batch, train_step
 from elsa.bench.run import append_line, provenance
+from elsa.bench.time_to import RECIPE, TARGET, learn_ours, learn_plainly
 from elsa.config import ElsaConfig, method_config
+from elsa.data.demo import load_demo
 from elsa.elsa import Elsa
 from elsa.finetune import finetune_loss
+from elsa.memory import peak_memory_mb
 from elsa.nets import Net, build_net, channels_last
 from elsa.pretrain import contrastive_loss
 from elsa.seeds import generator
@@ -67,7 +71,24 @@ def measure_speed(
     for what in ("augment", "pretrain", "score"):  # ratios are taken within a turn
         ratios = [ours / theirs for ours, theirs in zip(rates[what, "elsa"], rates[what, "plain"], strict=True)]
         figures.append(_measured(what, "elsa / plain", ratios, "times"))
-    return figures + _limits(work)
+    figures += _limits(work)
+    return [*figures, _peak_memory(work.device)]
+
+
+def measure_time_to(device: str, workers: int, target: float = TARGET, **recipe: Any) -> list[Measured]:
+    """Seconds until the AUROC on the embedded garments first reaches the target, for plain Elsa on the tiny network."""
+    config = method_config("elsa", "cpu", **{**RECIPE, **recipe})
+    demo = load_demo(0)
+    found = {
+        "elsa": learn_ours(config, demo, torch.device(device), 0).seconds_to(target),
+        "plain": learn_plainly(config, demo, torch.device(device), 0, workers).seconds_to(target),
+    }
+    what = f"time to AUROC {target:g}"
+    figures = [Measured(what, who, when, when, when, "s") for who, when in found.items() if when is not None]
+    if len(figures) == len(found):
+        ratio = figures[1].value / figures[0].value
+        figures.append(Measured(what, "plain / elsa", ratio, ratio, ratio, "times"))
+    return figures
 
 
 def speed_lines(figures: list[Measured], device: str, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -136,7 +157,7 @@ class _Work:
         self.model = Elsa(device=str(device))
         self.model.config, self.model.net_, self.model.prototypes_ = config, self._net().eval(), self.prototypes
         self.model.shape_ = (channels, size, size)
-        workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = num_cores()
         pixels = self.images.cpu().numpy()
         area = config.crop_area_min
         self.pairs = loader(pixels, 2, config.shifts, area, config.pretrain_batch, workers)
@@ -211,6 +232,11 @@ class _Work:
         self.batches.pop(which, None)
 
 
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _rate(step: Callable[[], int], device: torch.device, seconds: float, warm_up: int) -> float:
     for _ in range(warm_up):
         step()
@@ -247,10 +273,16 @@ def _limits(work: _Work) -> list[Measured]:
     found = [_measured("limit", f"matrix product {side}", [rate / 1e12 for rate in rates], "TFLOP/s")]
     for what, flops in (("train", both), ("score", forward)):
         found.append(_measured("limit", what, [rate / flops for rate in rates], "views/s"))
-    if work.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(work.device) / 1e9
-        found.append(Measured("memory", "peak", peak, peak, peak, "GB"))
     return found
+
+
+def _peak_memory(device: torch.device) -> Measured:
+    """What the tensors took of a GPU at most, or this process of the host."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device) / 1e9
+    else:
+        peak = (peak_memory_mb() or math.nan) / 1e3
+    return Measured("memory", "peak", peak, peak, peak, "GB")
 
 
 def _measured(what: str, variant: str, found: list[float], unit: str) -> Measured:

@@ -1,4 +1,6 @@
 import json
+import time
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -6,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from elsa.bench.plain import loader, score_batch, train_step, weak_view
-from elsa.bench.speed import Measured, measure_speed, views_flops, write_speed
-from elsa.energy import ensemble_of_projections
-from elsa.losses import nt_xent
+from elsa.bench.plain import finetune_step, loader, score_batch, train_step, weak_view
+from elsa.bench.speed import Measured, measure_speed, measure_time_to, views_flops, write_speed
+from elsa.bench.speed_plot import STAGES, write_speed_plot
+from elsa.bench.time_to import Learning, _Clock
+from elsa.energy import energy, ensemble_of_projections
+from elsa.losses import energy_loss, nt_xent, rotation_loss
 from elsa.nets import build_net
 from elsa.seeds import generator
 
@@ -90,3 +94,61 @@ def test_elsa_bench_is_the_same_command_and_errs_in_one_line(capsys):
     with pytest.raises(SystemExit, match="0"):
         run(["bench", "speed", "--help"])
     assert "--turns" in capsys.readouterr().out
+
+
+def test_the_plain_fine_tuning_step_computes_the_loss_that_ours_does():
+    net = build_net("tiny", "auto", 3, 32, 4, generator(0, "w"))
+    prototypes = F.normalize(torch.randn(11, 128, generator=generator(0, "p")), dim=1)
+    views = torch.rand(5, 8, 3, 32, 32, generator=generator(0, "x"))
+    labels = torch.tensor([-1, 0, 1, 0, -1])
+    raw, logits = net(views.transpose(0, 1).flatten(0, 1))
+    label_N = labels.repeat(8)
+    rotation = torch.arange(4).repeat_interleave(5).repeat(2)
+    ours = energy_loss(energy(F.normalize(raw, dim=1), prototypes, 0.5), label_N, 11, 0.5)
+    ours = ours + rotation_loss(logits, rotation, label_N)
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    theirs = finetune_step(net, views, labels, prototypes, 4, 0.5, optimizer)
+    torch.testing.assert_close(theirs, ours.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_time_to_an_auroc_is_that_of_the_first_epoch_there():
+    learning = Learning([1.0, 2.0, 3.0, 4.0], [60.0, 91.0, 89.0, 93.0])
+    assert learning.seconds_to(90.0) == 2.0
+    assert learning.seconds_to(93.0) == 4.0
+    assert learning.seconds_to(95.0) is None
+
+
+def test_looking_is_not_counted_as_learning():
+    class Slow:
+        auroc: ClassVar = []
+
+        def __call__(self, epoch, net, prototypes):
+            time.sleep(0.2)
+
+    clock = _Clock(Slow())
+    clock(1, None, torch.empty(0))  # pre-training: there is nothing to look with
+    for epoch in (1, 2):
+        clock(epoch, None, torch.ones(1))
+    assert len(clock.marks) == 2
+    assert clock.marks[1] < 0.15
+
+
+@pytest.mark.slow
+def test_both_loops_learn_the_garments_and_their_times_are_compared():
+    figures = measure_time_to("cpu", 0, target=51.0, pretrain_epochs=0, finetune_epochs=1, num_prototypes=8)
+    named = {figure.variant: figure for figure in figures}
+    assert set(named) == {"elsa", "plain", "plain / elsa"}
+    assert named["plain / elsa"].value == pytest.approx(named["plain"].value / named["elsa"].value)
+    assert {figure.what for figure in figures} == {"time to AUROC 51"}
+
+
+def test_the_plot_shows_every_stage_and_the_limits(tmp_path):
+    figures = [Measured(what, "elsa", 100.0, 90.0, 120.0, "views/s") for what in STAGES]
+    figures += [Measured(what, "plain", 10.0, 9.0, 12.0, "views/s") for what in ("augment", "pretrain", "score")]
+    figures += [Measured("limit", what, 1000.0, 900.0, 1100.0, "views/s") for what in ("train", "score")]
+    assert write_speed_plot(figures, tmp_path / "speed.svg", "cpu") == f"plot: {tmp_path / 'speed.svg'}"
+    drawn = (tmp_path / "speed.svg").read_text()
+    assert drawn.startswith("<?xml")
+    with pytest.raises(KeyError):  # no limit measured: nothing is drawn in its place
+        write_speed_plot(figures[:-2], tmp_path / "none.svg", "cpu")
+    assert not (tmp_path / "none.svg").exists()
