@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,6 +24,17 @@ existing_path = click.Path(exists=True, path_type=Path)
 existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
 model_folder = click.Path(exists=True, file_okay=False, path_type=Path)
 new_path = click.Path(path_type=Path)
+
+
+class Location(click.Path):
+    """A path that exists, or the URL of an object store."""
+
+    name = "source"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
+
+
 device_option = click.option(
     "--device", default="auto", show_default=True, metavar="D", help="cpu, cuda, cuda:1, mps; auto is the first GPU."
 )
@@ -152,26 +164,63 @@ def fit(
 
 @cli.command()
 @click.argument("model", type=model_folder)
-@click.argument("source", type=existing_path)
-@click.option("--out", required=True, type=new_path, metavar="FILE", help="A .parquet or .csv file.")
+@click.argument("source", type=Location(exists=True, path_type=Path))
+@click.option(
+    "--out", required=True, type=new_path, metavar="FILE|DIR", help="A .parquet or .csv file, or a folder of shards."
+)
 @click.option(
     "--false-alarms",
     type=click.FloatRange(0, 1, min_open=True, max_open=True),
     metavar="RATE",
     help="Share of normal images that may be called anomalies.  [default: 0.05]",
 )
+@click.option("--views", type=click.IntRange(1), metavar="N", help="Look at each image in fewer ways: faster, rougher.")
+@click.option(
+    "--engine",
+    default="local",
+    show_default=True,
+    type=click.Choice(["local", "ray"]),
+    help="Processes of this machine, or Ray: here, or on the cluster of RAY_ADDRESS.",
+)
+@click.option("--workers", type=click.IntRange(1), metavar="N", help="Processes. Default: one a core, on a GPU one.")
+@click.option("--shard-size", type=click.IntRange(1), metavar="N", help="Images a shard.  [default: 8192]")
 @device_option
-def score(model: Path, source: Path, out: Path, false_alarms: float | None, device: str) -> None:
+@click.option("--resume", is_flag=True, help="Go on where an interrupted job with this --out stopped.")
+def score(
+    model: Path,
+    source: str | Path,
+    out: Path,
+    false_alarms: float | None,
+    views: int | None,
+    engine: str,
+    workers: int | None,
+    shard_size: int | None,
+    device: str,
+    resume: bool,
+) -> None:
     """Score the images of SOURCE with MODEL, most anomalous first.
 
-    Columns: path, score (higher is more anomalous), p_value (the share of normal images expected to score as high),
-    verdict (anomaly or normal), error (why an image could not be read).
+    SOURCE may also be a folder of Parquet files of images, or the URL of an object store. Columns: path, score (higher
+    is more anomalous), p_value (the share of normal images expected to score as high), verdict (anomaly or normal),
+    error (why an image could not be read). A folder as --out gets one file for each shard, in the order of SOURCE.
     """
     from elsa.jobs import score_source
     from elsa.terminal import show_progress
 
     with show_progress() as progress:
-        summary = score_source(model, source, out, false_alarms=false_alarms, device=device, progress=progress)
+        summary = score_source(
+            model,
+            source,
+            out,
+            false_alarms=false_alarms,
+            device=device,
+            progress=progress,
+            engine=engine,
+            workers=workers,
+            shard_size=shard_size,
+            views=views,
+            resume=resume,
+        )
     click.echo("\n".join(summary))
 
 
@@ -192,6 +241,82 @@ def evaluate(model: Path, source: Path, labels: Path | None, as_json: bool, devi
     with show_progress() as progress:
         found = evaluate_source(model, source, labels, device=device, progress=progress)
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
+
+
+@cli.command()
+@click.argument("model", type=model_folder)
+@click.argument("image", type=existing_file)
+@click.option("--out", required=True, type=new_path, metavar="FILE.png", help="The picture that explains the score.")
+@click.option("--source", type=existing_path, metavar="SOURCE", help="The images MODEL learned from, to compare with.")
+@click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label, for SOURCE.")
+@device_option
+def explain(model: Path, image: Path, out: Path, source: Path | None, labels: Path | None, device: str) -> None:
+    """Show why IMAGE got its score from MODEL.
+
+    Where in the image the energy comes from; with --source also the training images around its prototype, those most
+    like it, and the nearest labelled anomalies.
+    """
+    from elsa.report.explained import explain_image
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = explain_image(model, image, out, source=source, labels=labels, device=device, progress=progress)
+    click.echo("\n".join(summary))
+
+
+@cli.command()
+@click.argument("model", type=model_folder)
+@click.option("--out", required=True, type=new_path, metavar="FILE", help="A .onnx or .pt2 file.")
+@click.option("--format", "kind", type=click.Choice(["onnx", "torch-export"]), help="Default: what --out ends in.")
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "fp16", "int8"]),
+    help="Of the network; int8 needs --calibrate.",
+)
+@click.option(
+    "--calibrate",
+    type=existing_path,
+    metavar="SOURCE",
+    help="Images to compare both on instead of generated ones; labels among them tell the cost in AUROC.",
+)
+@click.option("--views", type=click.IntRange(1), metavar="N", help="Views to a score of elsa+ and elsa, for speed.")
+@click.option(
+    "--false-alarms",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="RATE",
+    help="Share of normal images that may be called anomalies by default.  [default: 0.05]",
+)
+def export(
+    model: Path,
+    out: Path,
+    kind: str | None,
+    precision: str,
+    calibrate: Path | None,
+    views: int | None,
+    false_alarms: float | None,
+) -> None:
+    """Write MODEL as one file that scores images without elsa: ONNX, or torch.export.
+
+    Preprocessing, score, p-value and verdict are inside; the threshold is an input with a default (ONNX). The file is
+    only written if it gives the scores of MODEL.
+    """
+    from elsa.ship.export import export_model
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = export_model(
+            model,
+            out,
+            format=kind,
+            precision=precision,
+            calibrate=calibrate,
+            views=views,
+            false_alarms=false_alarms,
+            progress=progress,
+        )
+    click.echo("\n".join(summary))
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -235,7 +360,7 @@ def run(arguments: Sequence[str]) -> int:
     except UserError as error:
         return _refuse(str(error), error, arguments)
     except click.Abort:
-        resume = "; add --resume to the same command to go on" if "fit" in arguments else ""
+        resume = "; add --resume to the same command to go on" if {"fit", "score"} & set(arguments[:2]) else ""
         click.echo(f"Interrupted: nothing half-written is left{resume}", err=True)
         return 130
     except BrokenPipeError:  # the reader, `head` say, had enough

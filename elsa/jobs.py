@@ -1,8 +1,6 @@
 """What the commands do: open a source, decode it, fit or score a detector, write the result."""
 
-import csv
 import hashlib
-import io
 import math
 import platform
 import tempfile
@@ -24,17 +22,18 @@ from elsa.data.sources import open_source
 from elsa.detectors import build as build_detector
 from elsa.detectors import detector_class
 from elsa.errors import UserError
-from elsa.output import check_writable, write_whole
+from elsa.output import check_writable
 from elsa.progress import Progress
 from elsa.saved import open_model, save_model
-from elsa.trust.calibrate import p_values, score_threshold, verdicts
+from elsa.ship.bulk import check_views, is_folder, score_in_bulk
+from elsa.trust.calibrate import score_threshold
 from elsa.trust.metrics import Evaluation
 from elsa.trust.metrics import evaluate as evaluate_scores
 
 DEFAULT_FALSE_ALARMS = 0.05
 FROM_SCRATCH = ("resnet18", "tiny")
 PRETRAINED_AS_ELSA = ("elsa+", "elsa", "csi", "simclr")  # they share encoder, presets and checkpoints
-SHOWN = 5
+NO_CALIBRATION = "No p-values and verdicts: with fewer views scores are others than those the model was calibrated on"
 # Forward and backward of resnet18 at 32 px on the 2 cores of a small cloud machine; others are within a factor of 4.
 VIEWS_PER_SECOND_ON_CPU = 40
 HASH_BATCH = 1024
@@ -83,7 +82,7 @@ def fit_source(
     save_model(detector, out, about)
     checkpoint.unlink(missing_ok=True)
     return [
-        *_broken_lines(loaded),
+        *_broken_lines(len(loaded.broken), loaded.broken),
         *_cache_lines(loaded),
         f"Fitted on {len(loaded.names):,} images ({_count_words(loaded)}) in {about['seconds']:.0f} s: {out}",
         f"Next: elsa score {out} SOURCE --out scores.csv",
@@ -91,37 +90,50 @@ def fit_source(
 
 
 def score_source(
-    model: Path, source: Path, out: Path, *, false_alarms: float | None, device: str, progress: Progress
+    model: Path,
+    source: str | Path,
+    out: Path,
+    *,
+    false_alarms: float | None,
+    device: str,
+    progress: Progress,
+    engine: str = "local",
+    workers: int | None = None,
+    shard_size: int | None = None,
+    views: int | None = None,
+    resume: bool = False,
 ) -> list[str]:
-    """Score a SOURCE and write the table; what to tell the user about it."""
-    if out.suffix not in (".csv", ".parquet"):
+    """Score a SOURCE of any size and write the table or the folder of shards; what to tell the user about it."""
+    if out.suffix not in (".csv", ".parquet") and not is_folder(out):
         raise UserError(f"--out {out}: the table is written as .csv or .parquet; end the name with one of them")
     check_writable(out)
-    detector, about = open_model(model, choose_device(device), progress)
-    limit, note = _limit(detector.calibration_, false_alarms)
-    cache = out.with_name(f"{out.name}.cache")
-    loaded = load_images(open_source(source), **about["preprocessing"], cache=cache, progress=progress)
-    scores = detector.anomaly_score(loaded.images)
-    words = [""] * len(scores) if limit is None else verdicts(scores, limit)
-    columns = zip(
-        map(_storable, loaded.names),
-        scores.tolist(),
-        p_values(scores, detector.calibration_).tolist(),
-        words,
-        strict=True,
+    device = choose_device(device)
+    detector, about = open_model(model, device)
+    check_views(detector, views)
+    if views is not None and false_alarms is not None:
+        raise UserError("--false-alarms with --views: the model was calibrated with all its views; leave out one")
+    limit, note = _limit(detector.calibration_, false_alarms) if views is None else (None, [NO_CALIBRATION])
+    found = score_in_bulk(
+        model,
+        source,
+        out,
+        detector=detector,
+        about=about,
+        limit=limit,
+        device=device,
+        views=views,
+        engine=engine,
+        workers=workers,
+        shard_size=shard_size,
+        resume=resume,
+        progress=progress,
     )
-    rows = [{"path": n, "score": s, "p_value": p, "verdict": v, "error": ""} for n, s, p, v in columns]
-    rows.sort(key=lambda row: (-row["score"], row["path"]))
-    broken = [(_storable(name), why) for name, why in loaded.broken]
-    rows += [{"path": n, "score": None, "p_value": None, "verdict": "", "error": why} for n, why in broken]
-    write_whole(out, _table(rows, out.suffix))
-    called = "no verdicts" if limit is None else f"{words.count('anomaly'):,} called anomalies"
+    called = "no verdicts" if limit is None else f"{found.anomalies:,} called anomalies"
     return [
-        *_broken_lines(loaded),
-        *_cache_lines(loaded),
+        *_broken_lines(found.broken, found.some_broken),
         *note,
-        f"Scored {len(scores):,} images, {called}: {out}",
-        *[f"  {row['score']:.4f}  p {row['p_value']:.4f}  {row['path']}" for row in rows[:SHOWN] if not row["error"]],
+        f"Scored {found.scored:,} images, {called}: {out}",
+        *[f"  {row['score']:.4f}  {_show_p(row['p_value'])}  {row['path']}" for row in found.highest],
     ]
 
 
@@ -245,34 +257,16 @@ def _limit(calibration: torch.Tensor, false_alarms: float | None) -> tuple[float
         return None, [f"No verdicts: {error}"]
 
 
-def _storable(name: str) -> str:
-    r"""A file name as UTF-8 can hold it: bytes of another encoding, which Linux allows, become \\udcxx."""
-    return name.encode(errors="backslashreplace").decode()
+def _show_p(p: float | None) -> str:
+    return "no p" if p is None else f"p {p:.4f}"
 
 
-def _table(rows: list[dict[str, Any]], suffix: str) -> bytes:
-    if suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        kinds = {"path": pa.string(), "score": pa.float64(), "p_value": pa.float64()}
-        schema = pa.schema([*kinds.items(), ("verdict", pa.string()), ("error", pa.string())])
-        sink = io.BytesIO()
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), sink)
-        return sink.getvalue()
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ["path", "score", "p_value", "verdict", "error"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
-
-
-def _broken_lines(loaded: ImageSet) -> list[str]:
-    if not loaded.broken:
+def _broken_lines(count: int, some: Sequence[tuple[str, str]]) -> list[str]:
+    if not count:
         return []
-    shown = "; ".join(f"{name}: {why}" for name, why in loaded.broken[:3])
-    rest = f"; and {len(loaded.broken) - 3} more" if len(loaded.broken) > 3 else ""
-    return [f"Left out, could not be read ({len(loaded.broken)}): {shown}{rest}"]
+    shown = "; ".join(f"{name}: {why}" for name, why in some[:3])
+    rest = f"; and {count - 3} more" if count > 3 else ""
+    return [f"Left out, could not be read ({count}): {shown}{rest}"]
 
 
 def _cache_lines(loaded: ImageSet) -> list[str]:
