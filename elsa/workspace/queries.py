@@ -39,7 +39,7 @@ class State:
 class Asked:
     """One image to ask for, why, and the chance with which one draw of that strategy takes it."""
 
-    image: int
+    index: int
     strategy: str
     probability: float
 
@@ -102,7 +102,7 @@ def ask(state: State, strategy: str = MIX, count: int = 10, seed: int = 0) -> li
     names = MIXED if strategy == MIX else [name for name in CERTAIN if name == strategy]
     taken = _in_turn(state, names, count - audits, generator)
     free = ~state.labelled
-    free[[one.image for one in taken]] = False
+    free[[one.index for one in taken]] = False
     rest = np.flatnonzero(free)
     drawn = generator.choice(rest, size=audits, replace=False)
     return taken + [Asked(int(image), AUDIT, 1 / len(rest)) for image in drawn]
@@ -139,7 +139,7 @@ def _unlabelled(order: NDArray, state: State) -> Iterator[int]:
 def _like_another(state: State, image: int, taken: Sequence[Asked]) -> bool:
     if state.embeddings is None or not taken:
         return False
-    others = state.embeddings[[one.image for one in taken]]
+    others = state.embeddings[[one.index for one in taken]]
     return bool((others @ state.embeddings[image]).max() > ALIKE)
 
 
