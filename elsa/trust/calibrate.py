@@ -4,6 +4,9 @@ Split-conformal: a normal image's score is exchangeable with those of held-out n
 uniform, whatever the detector. Ties count against an alarm. Hidden anomalies among the held-out images raise the
 p-values, as long as the detector scores them higher than normal images: pollution then costs detections but adds no
 false alarms.
+
+Over a batch, Benjamini and Hochberg's rule bounds the share of false ones among all alarms instead. P-values that share
+their held-out images are not independent but positively dependent, for which the rule holds as well.
 """
 
 import math
@@ -33,6 +36,40 @@ def score_threshold(calibration: Tensor, false_alarms: float) -> float:
 def verdicts(scores: Tensor, threshold: float) -> list[str]:
     """The word `anomaly` or `normal` for each score."""
     return ["anomaly" if score > threshold else "normal" for score in scores.double().tolist()]
+
+
+def discoveries(p: Tensor, fdr: float) -> Tensor:
+    """A mask of the images to call anomalies so that on average at most `fdr` of the called ones are normal.
+
+    Benjamini and Hochberg: the k smallest p-values, for the largest k of which all are at most fdr * k / N.
+    """
+    if not 0 < fdr < 1:
+        raise UserError(f"--fdr {fdr}: a share above 0 and below 1 is allowed, e.g. 0.1 for one false alarm in ten")
+    assert p.ndim == 1
+    if not len(p):
+        return torch.zeros(0, dtype=torch.bool)
+    ordered = p.detach().cpu().double().sort().values
+    rank = torch.arange(1, len(p) + 1, dtype=torch.float64)
+    # (n + 1) p is a whole number, but .1 * 3 / 100 is not exactly 3 / 1000: equality has to count
+    passing = (ordered <= fdr * rank / len(p) * (1 + 1e-12)).nonzero().flatten()
+    limit = ordered[passing[-1]] if len(passing) else -1.0
+    return p.detach().cpu().double() <= limit
+
+
+def least_discoveries(num_calibration: int, num_images: int, fdr: float) -> int:
+    """How many images must beat every held-out one before `discoveries` can call any of so many images."""
+    return math.ceil(num_images / (fdr * (num_calibration + 1)) - 1e-9)
+
+
+def false_alarms_if_polluted(false_alarms: float, low: float, high: float) -> tuple[float, float]:
+    """What the share of false alarms among normal images is at least and at most, if anomalies are in the calibration.
+
+    `low` and `high` bound their share there (a Contamination). The least is reached if all of them score above the
+    threshold; the most is the rate asked for, if they score like normal images.
+    """
+    if not 0 <= low <= high <= 1:
+        raise UserError(f"contamination from {low} to {high}: shares with 0 <= low <= high <= 1 are allowed")
+    return max(0.0, (false_alarms - high) / (1 - high)) if high < 1 else 0.0, false_alarms
 
 
 def lowest_false_alarms(num_calibration: int) -> float:
