@@ -319,6 +319,72 @@ def export(
     click.echo("\n".join(summary))
 
 
+@cli.command()
+@click.argument("source", type=existing_path)
+@click.option("--workspace", required=True, type=new_path, metavar="DIR", help="Where labels and models are kept.")
+@click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label: known words.")
+@click.option(
+    "--encoder", default="mobilenet_v2", show_default=True, metavar="NAME[:FILE]", help="The pretrained encoder."
+)
+@click.option(
+    "--port", default=8765, show_default=True, type=click.IntRange(0, 65535), metavar="N", help="0: any free."
+)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, metavar="H", help="Others than this machine need --token."
+)
+@click.option("--token", metavar="T", help="A secret that opens the page: http://.../?token=T.")
+@click.option("--store", metavar="URL", help="postgresql://... for a team; default: SQLite in the workspace.")
+@click.option("--who", metavar="NAME", help="Who labels; the page can change it.  [default: the user's name]")
+@click.option(
+    "--batch", default=10, show_default=True, type=click.IntRange(1), metavar="N", help="Labels between two fits."
+)
+@click.option("--no-browser", is_flag=True, help="Don't open the page.")
+def label(
+    source: Path,
+    workspace: Path,
+    labels: Path | None,
+    encoder: str,
+    port: int,
+    host: str,
+    token: str | None,
+    store: str | None,
+    who: str | None,
+    batch: int,
+    no_browser: bool,
+) -> None:
+    """Open a page that asks for the labels worth most, and learns from them at once.
+
+    The images of SOURCE are read and embedded once into DIR; after every batch of labels the head is fitted again
+    beside the page. Every label, undo and model is kept in DIR; the same command goes on where it was.
+    """
+    from elsa.workspace.app import serve
+    from elsa.workspace.session import open_session
+
+    session = open_session(source, workspace, labels=labels, encoder=encoder, store=store, who=who, batch=batch)
+    serve(session, host=host, port=port, token=token, browser=not no_browser, say=click.echo)
+
+
+@cli.command()
+@click.argument("place", type=model_folder, metavar="MODEL|WORKSPACE")
+@click.option("--out", required=True, type=new_path, metavar="FILE.html", help="The report, one file.")
+@click.option("--source", type=existing_path, metavar="SOURCE", help="The images to report on, for a MODEL.")
+@click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label, for SOURCE.")
+@click.option("--plots", type=new_path, metavar="DIR", help="Also write the plots as PNG and SVG.")
+@device_option
+def report(place: Path, out: Path, source: Path | None, labels: Path | None, plots: Path | None, device: str) -> None:
+    """Write one HTML file about a model and its images, to open from disk, print and pass on.
+
+    Audit, figures with intervals, score histogram, ranked galleries with heat maps, suspects, kinds of anomalies,
+    prototypes, learning curves, provenance. A MODEL holds no images: name some with --source.
+    """
+    from elsa.report.gather import report as write_report
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = write_report(place, out, source=source, labels=labels, plots=plots, device=device, progress=progress)
+    click.echo("\n".join(summary))
+
+
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="run PLAN...|report|speed|repeat|pack [OPTIONS]")
 def bench(arguments: tuple[str, ...]) -> int:

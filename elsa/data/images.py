@@ -29,7 +29,7 @@ PIXEL_LIMIT = 200_000_000
 # What Pillow's plugins raise on damaged files: each reader meets the damage in its own way.
 DECODER_ERRORS = (
     OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AttributeError, EOFError,
-    MemoryError, struct.error, zlib.error,
+    MemoryError, NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
 
 # 16 threads of 25 megapixels in RGBA are 1.6 GB; larger images are decoded one at a time.
@@ -120,6 +120,8 @@ def open_image(payload: Path | bytes | None, pixel_limit: int) -> Iterator[Image
         except DECODER_ERRORS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             kind = "truncated" if "truncated" in reason.lower() else "unreadable"
+            if isinstance(error, Image.DecompressionBombError):  # a part of it, a tile say, claims more than the whole
+                kind = "bomb"
             raise BrokenImageError(kind, f"damaged: {reason}") from error
 
 
@@ -199,7 +201,7 @@ def _decoded(image: Image.Image, how: Decoding) -> Image.Image:
 
 def _prepared(image: Image.Image, how: Decoding) -> Image.Image:
     """The image as a square of the size asked for, in L or RGB."""
-    image = _resized(_plain_mode(image), how)
+    image = _resized(plain_mode(image), how)
     if image.mode == "RGBA":
         # White: pictures with alpha are mostly product shots, drawings and cut-outs made for white pages.
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -211,7 +213,7 @@ def _prepared(image: Image.Image, how: Decoding) -> Image.Image:
     return image
 
 
-def _plain_mode(image: Image.Image) -> Image.Image:
+def plain_mode(image: Image.Image) -> Image.Image:
     """The image as L, RGB or RGBA."""
     if is_16_bit(image):
         # The high byte: 65535 becomes 255 whatever the image's own maximum is, so brightness stays comparable.
