@@ -44,6 +44,7 @@ def to_onnx(program: ExportedProgram, input_name: str, threshold: float) -> Any:
     # an initializer with the name of an input is its default
     model.graph.initializer.append(numpy_helper.from_array(np.array(threshold, np.float64), "threshold"))
     _narrow_constants(model)
+    _name_dimensions(model)
     return model
 
 
@@ -71,7 +72,6 @@ def quantised(model: Any, images: NDArray) -> Any:
     """The model with 8-bit convolutions, whose ranges are those seen on the images."""
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
 
     name = model.graph.input[0].name
 
@@ -83,15 +83,19 @@ def quantised(model: Any, images: NDArray) -> Any:
             start = next(self.starts, None)
             return None if start is None else {name: images[start : start + QUANTISE_AT_ONCE]}
 
+    places = [place for place, node in enumerate(model.graph.node) if node.op_type == "Conv"]
+    network = [node.name for node in model.graph.node[places[0] : places[-1] + 2]] if places else []
+    if not network:
+        raise UserError("--precision int8 quantises convolutions, and this model has none; use fp32")
     with tempfile.TemporaryDirectory(prefix="elsa-") as folder, quiet():
-        plain, small = Path(folder) / "plain.onnx", Path(folder) / "small.onnx"
-        quant_pre_process(model, plain, skip_symbolic_shape=True)
+        small = Path(folder) / "small.onnx"
         quantize_static(
-            plain,
+            model,
             small,
             Batches(),
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=["Conv"],
+            op_types_to_quantize=["Conv", "Clip", "Relu", "Add"],
+            nodes_to_quantize=network,
             per_channel=True,
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
@@ -105,6 +109,20 @@ def replace_constant(model: Any, name: str, value: NDArray) -> None:
 
     [constant] = [constant for constant in model.graph.initializer if constant.name == name]
     constant.CopyFrom(numpy_helper.from_array(value, name))
+
+
+def _name_dimensions(model: Any) -> None:
+    """Call the dimensions that may vary by their names instead of the tracer's."""
+    dimensions = model.graph.input[0].type.tensor_type.shape.dim
+    names = {
+        dimension.dim_param: name
+        for dimension, name in zip(dimensions, ("batch", "channels", "height", "width"), strict=False)
+        if dimension.dim_param
+    }
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        for dimension in value.type.tensor_type.shape.dim:
+            if dimension.dim_param in names:
+                dimension.dim_param = names[dimension.dim_param]
 
 
 def _narrow_constants(model: Any) -> None:
