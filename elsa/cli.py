@@ -385,6 +385,70 @@ def report(place: Path, out: Path, source: Path | None, labels: Path | None, plo
     click.echo("\n".join(summary))
 
 
+@cli.command()
+@click.argument("model", type=model_folder)
+@click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), metavar="N", help="0: any free."
+)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, metavar="H", help="Others than this machine need --token."
+)
+@click.option(
+    "--false-alarms",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="RATE",
+    help="Share of normal images that may be called anomalies.  [default: 0.05]",
+)
+@click.option("--max-batch", default=64, show_default=True, metavar="N", help="Images scored together.")
+@click.option("--max-wait", default=5.0, show_default=True, metavar="MS", help="How long a batch waits for company.")
+@click.option("--queue", default=256, show_default=True, metavar="N", help="Images that may wait; beyond it 429.")
+@click.option("--max-body", default=32 << 20, show_default=True, metavar="BYTES", help="Of one request; beyond it 413.")
+@click.option("--max-pixels", default=50_000_000, show_default=True, metavar="N", help="Of one image.")
+@click.option("--timeout", default=30.0, show_default=True, metavar="S", help="From a request to its answer.")
+@click.option(
+    "--token",
+    "tokens",
+    multiple=True,
+    envvar="ELSA_SERVE_TOKEN",
+    metavar="T",
+    help="A secret that clients send as Authorization: Bearer T; several to change them. Better in ELSA_SERVE_TOKEN.",
+)
+@device_option
+def serve(
+    model: Path,
+    port: int,
+    host: str,
+    false_alarms: float | None,
+    max_batch: int,
+    max_wait: float,
+    queue: int,
+    max_body: int,
+    max_pixels: int,
+    timeout: float,
+    tokens: tuple[str, ...],
+    device: str,
+) -> None:
+    """Answer HTTP requests with the scores of MODEL: POST /score, and the Open Inference Protocol v2.
+
+    /openapi.json describes all routes, /metrics is for Prometheus, /drift says whether today's images still look like
+    those of the calibration. SIGTERM finishes what was accepted; SIGHUP or POST /admin/reload loads MODEL again.
+    """
+    from elsa.jobs import choose_device
+    from elsa.ship.serve import Limits
+    from elsa.ship.serve import serve as serve_model
+
+    limits = Limits(max_batch, max_wait, queue, max_body, max_pixels, timeout)
+    serve_model(
+        model,
+        host=host,
+        port=port,
+        false_alarms=false_alarms,
+        limits=limits,
+        tokens=tokens,
+        device=choose_device(device),
+    )
+
+
 @cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="run PLAN...|report|speed|repeat|pack [OPTIONS]")
 def bench(arguments: tuple[str, ...]) -> int:
