@@ -1,6 +1,7 @@
 """`elsa explain`: why one image got its score, as one picture."""
 
 import io
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from elsa.errors import UserError
 from elsa.jobs import DEFAULT_FALSE_ALARMS, choose_device
 from elsa.output import check_writable, write_whole
 from elsa.progress import Progress
-from elsa.report.heat import faint, overlay
+from elsa.report.heat import overlay, strength_of
 from elsa.saved import open_model
 from elsa.trust.calibrate import p_values, score_threshold, verdicts
 from elsa.trust.explain import Explanation, Known, Neighbour, explain, know, most_telling, space_of
@@ -51,16 +52,17 @@ def explain_image(
     except BrokenImageError as error:
         raise UserError(f"IMAGE {image}: {error}; give an image that can be read") from error
     space = space_of(detector)
-    known, note = None, ""
-    if space is None:
-        note = f"{about['class']} has no prototypes: the picture shows where its score comes from and nothing else"
-    elif source is None:
-        note = "Name the training images with --source SOURCE to see those around the prototype"
-    else:
-        known, note = _known(space, source, labels, about["preprocessing"], progress)
-    found = explain(detector, pixels, known)
+    with tempfile.TemporaryDirectory(prefix="elsa-") as cache:  # used only where memory does not hold the images
+        known, note = None, ""
+        if space is None:
+            note = f"{about['class']} has no prototypes: the picture shows where its score comes from and nothing else"
+        elif source is None:
+            note = "Name the training images with --source SOURCE to see those around the prototype"
+        else:
+            known, note = _known(space, source, labels, about["preprocessing"], Path(cache), progress)
+        found = explain(detector, pixels, known)
     words = verdict_words(found.score, detector.calibration_)
-    drawn = draw(found, image.name, words, note, faint(detector.calibration_))
+    drawn = draw(found, image.name, words, note, strength_of(found.score, detector.calibration_))
     buffer = io.BytesIO()
     drawn.save(buffer, format="PNG", optimize=True)
     write_whole(out, buffer.getvalue())
@@ -68,12 +70,12 @@ def explain_image(
 
 
 def _known(
-    space: Any, source: Path, labels: Path | None, preprocessing: dict[str, Any], progress: Progress
+    space: Any, source: Path, labels: Path | None, preprocessing: dict[str, Any], cache: Path, progress: Progress
 ) -> tuple[Known, str]:
     opened = open_source(source, labels=labels)
     chosen = most_telling(opened.labels)
-    loaded = load_images(opened.subset(chosen), **preprocessing, progress=progress)
-    note = f"Compared with {len(loaded):,} of the {len(opened):,} training images" if len(chosen) < len(opened) else ""
+    note = f"Compared with {len(chosen):,} of the {len(opened):,} training images" if len(chosen) < len(opened) else ""
+    loaded = load_images(opened.subset(chosen), **preprocessing, cache=cache, progress=progress)
     return know(space, loaded.names, loaded.labels, loaded.images), note
 
 
@@ -108,7 +110,7 @@ def _rows(found: Explanation) -> list[tuple[str, tuple[Neighbour, ...]]]:
     ]
 
 
-def draw(found: Explanation, name: str, words: Sequence[str], note: str, at_least: float) -> Image.Image:
+def draw(found: Explanation, name: str, words: Sequence[str], note: str, strength: float) -> Image.Image:
     """The picture: the image, its heat map, what is known about it, and the training images it is held against."""
     rows = [(title, neighbours) for title, neighbours in _rows(found) if neighbours]
     title_font, font, small = (ImageFont.load_default(size) for size in (24, 17, 13))
@@ -121,10 +123,13 @@ def draw(found: Explanation, name: str, words: Sequence[str], note: str, at_leas
     half = (width - 2 * MARGIN - GAP) // 2
     side = min(LARGE, half)
     page.paste(picture(found.image, side), (MARGIN, top))
-    page.paste(picture(overlay(found.image, found.heat, at_least), side), (MARGIN + side + GAP, top))
+    page.paste(picture(overlay(found.image, found.heat, strength), side), (MARGIN + side + GAP, top))
     pen.text((MARGIN, top + side + 6), "the image as the model sees it", fill=SOFT, font=small)
     pen.text(
-        (MARGIN + side + GAP, top + side + 6), "red: without this place the score would fall", fill=SOFT, font=small
+        (MARGIN + side + GAP, top + side + 6),
+        "red: without this place the score would fall most",
+        fill=SOFT,
+        font=small,
     )
     left = MARGIN + 2 * (side + GAP)
     below = top

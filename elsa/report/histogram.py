@@ -18,13 +18,19 @@ class Series:
     scores: Sequence[float]
 
 
-def draw_histogram(series: Sequence[Series]) -> str:
-    """Overlaid histograms on one axis, each scaled to its own highest bin so that a rare group stays visible."""
+def score_range(series: Sequence[Series], threshold: float | None = None) -> tuple[float, float]:
+    """The axis: all scores but the last half percent at either end, and the threshold."""
     everything = np.concatenate([np.asarray(group.scores, dtype=float) for group in series])
-    # One far outlier would squeeze everything else into one bin: the last half percent is drawn at the edge.
-    low, high = np.percentile(everything, [0.5, 99.5])
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
+    # One far outlier would squeeze everything else into one bin: what lies outside is drawn at the edge.
+    low, high = np.percentile(everything, [0.5, 99.5]).tolist()
+    if threshold is not None:
+        low, high = min(low, threshold), max(high, threshold)
+    return (low, high) if high > low else (low - 0.5, high + 0.5)
+
+
+def draw_histogram(series: Sequence[Series], threshold: float | None = None) -> str:
+    """Overlaid histograms on one axis, each scaled to its own highest bin so that a rare group stays visible."""
+    low, high = score_range(series, threshold)
     edges = np.linspace(low, high, BINS + 1)
     paths = []
     for group in series:
@@ -35,19 +41,23 @@ def draw_histogram(series: Sequence[Series]) -> str:
             points.append(f"L{position * WIDTH / BINS:.1f} {top:.1f}H{(position + 1) * WIDTH / BINS:.1f}")
         points.append(f"V{HEIGHT - FOOT}Z")
         paths.append(f'<path class="{escape(group.kind)}" d="{"".join(points)}"/>')
-    ticks = "".join(
+    numbers = "".join(
         f'<text x="{(value - low) / (high - low) * WIDTH:.1f}" y="{HEIGHT - 6}">{value:.{digits}f}</text>'
-        for value, digits in _ticks(low, high)
+        for value, digits in ticks(low, high)
     )
+    limit = ""
+    if threshold is not None:
+        x = (threshold - low) / (high - low) * WIDTH
+        limit = f'<line class="threshold" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT - FOOT}"/>'
     names = " and ".join(group.name for group in series)
     return (
         f'<svg class="histogram" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Histogram of anomaly scores: '
         f'{escape(names)}">{"".join(paths)}<line x1="0" x2="{WIDTH}" y1="{HEIGHT - FOOT}" y2="{HEIGHT - FOOT}"/>'
-        f"{ticks}</svg>"
+        f"{limit}{numbers}</svg>"
     )
 
 
-def _ticks(low: float, high: float) -> list[tuple[float, int]]:
+def ticks(low: float, high: float) -> list[tuple[float, int]]:
     """About five round numbers well inside the axis, with the decimals they need."""
     raw = (high - low) / 5
     power = 10.0 ** np.floor(np.log10(raw))

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: key figures, galleries, histogram, provenance. No script, nothing fetched."""
+"""One self-contained HTML file: key figures, galleries, plots, provenance. No script, nothing fetched."""
 
 import base64
 import io
@@ -12,9 +12,12 @@ from PIL import Image
 from torch import Tensor
 
 from elsa.output import write_whole
+from elsa.report.chart import Chart, draw_chart
 from elsa.report.histogram import Series, draw_histogram
 
 SMALLEST_SHOWN = 64  # pictures below this many pixels are enlarged with hard edges; smoothing 28 px shows only blur
+LARGEST_SENT = 144  # larger pictures are shrunk: 400 of them are 3 MB
+JPEG_QUALITY = 82
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Picture:
     score: float
     caption: str
     truth: str = ""
+    heat: Tensor | None = None
+    """The same image under its heat map, uint8 [3, H, W]; shown beside it."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,52 @@ class Gallery:
 
 
 @dataclass(frozen=True)
+class Group:
+    """A few pictures that belong together, in one row."""
+
+    title: str
+    note: str
+    pictures: Sequence[Picture]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A section of such rows."""
+
+    title: str
+    explanation: str
+    groups: Sequence[Group]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A section with a table of words; the first cell of each row names it."""
+
+    title: str
+    explanation: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
 class Report:
     title: str
     lead: str
     tiles: Sequence[tuple[str, str]] = ()
     rows_title: str = "Key figures"
     rows_explanation: str = ""
+    rows_head: tuple[str, str] = ("Detector", "AUROC")
     rows: Sequence[Row] = ()
+    notes: Sequence[str] = ()
+    """What the reader must know before believing a figure, and what is missing and how to get it."""
     galleries: Sequence[Gallery] = ()
     histogram_explanation: str = ""
     histogram: Sequence[Series] = ()
+    threshold: float | None = None
+    """Drawn into the histogram."""
+    tables: Sequence[Table] = ()
+    groups: Sequence[Groups] = ()
+    charts: Sequence[Chart] = ()
     findings: Sequence[str] = ()
     provenance: dict[str, str] = field(default_factory=dict)
 
@@ -69,9 +110,13 @@ def write_report(path: Path, report: Report) -> None:
 def render(report: Report) -> str:
     """The HTML of a report. Every text in it is escaped: file names and labels are other people's input."""
     sections = [
+        _notes(report),
         _rows(report),
-        *[_gallery(gallery) for gallery in report.galleries],
         _histogram(report),
+        *[_gallery(gallery) for gallery in report.galleries],
+        *[_table(table) for table in report.tables],
+        *[_groups(groups) for groups in report.groups],
+        *[_chart(chart) for chart in report.charts],
         _findings(report),
         _provenance(report),
     ]
@@ -90,9 +135,15 @@ def render(report: Report) -> str:
     )
 
 
+def _notes(report: Report) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in report.notes)
+    return f'<section class="notes"><h2>Before you read on</h2><ul>{items}</ul></section>' if items else ""
+
+
 def _rows(report: Report) -> str:
     if not report.rows:
         return ""
+    name, figure = report.rows_head
     left = min(50.0, *(row.low for row in report.rows))
     lines = []
     for row in report.rows:
@@ -106,7 +157,8 @@ def _rows(report: Report) -> str:
         )
     return (
         f"<section><h2>{escape(report.rows_title)}</h2><p>{escape(report.rows_explanation)}</p>\n"
-        '<table class="rows"><thead><tr><th scope="col">Detector</th><th scope="col" class="value">AUROC</th>'
+        f'<table class="rows"><thead><tr><th scope="col">{escape(name)}</th><th scope="col" class="value">'
+        f"{escape(figure)}</th>"
         '<th scope="col" class="interval">95% interval</th>'
         f'<th scope="col" class="bar"><span>{left:.0f}</span><span>100</span></th></tr></thead>\n<tbody>\n'
         + "\n".join(lines)
@@ -115,18 +167,62 @@ def _rows(report: Report) -> str:
 
 
 def _gallery(gallery: Gallery) -> str:
-    figures = []
-    for picture in gallery.pictures:
-        badge = f'<em class="{escape(picture.truth)}">{escape(picture.truth)}</em>' if picture.truth else ""
-        small = ' class="small"' if max(picture.image.shape[-2:]) < SMALLEST_SHOWN else ""
-        figures.append(
-            f'<figure><img{small} src="{data_uri(picture.image)}" alt="{escape(picture.caption)}" loading="lazy">'
-            f'<figcaption><span title="{escape(picture.caption)}">{escape(picture.caption)}</span>{badge}'
-            f'<span class="score">{picture.score:.2f}</span></figcaption></figure>'
-        )
+    wide = " wide" if any(picture.heat is not None for picture in gallery.pictures) else ""
     return (
         f"<section><h2>{escape(gallery.title)}</h2><p>{escape(gallery.explanation)}</p>\n"
-        f'<div class="gallery">{"".join(figures)}</div></section>'
+        f'<div class="gallery{wide}">{"".join(map(_figure, gallery.pictures))}</div></section>'
+    )
+
+
+def _figure(picture: Picture) -> str:
+    badge = f'<em class="{escape(picture.truth)}">{escape(picture.truth)}</em>' if picture.truth else ""
+    shown = _image(picture.image, picture.caption)
+    if picture.heat is not None:
+        shown = f'<div class="pair">{shown}{_image(picture.heat, f"heat map of {picture.caption}")}</div>'
+    return (
+        f'<figure>{shown}<figcaption><span title="{escape(picture.caption)}">{escape(picture.caption)}</span>{badge}'
+        f'<span class="score">{picture.score:.2f}</span></figcaption></figure>'
+    )
+
+
+def _image(image: Tensor, words: str) -> str:
+    small = ' class="small"' if max(image.shape[-2:]) < SMALLEST_SHOWN else ""
+    return f'<img{small} src="{data_uri(image)}" alt="{escape(words)}">'
+
+
+def _groups(section: Groups) -> str:
+    if not section.groups:
+        return ""
+    rows = "".join(
+        f'<div class="group"><h3>{escape(group.title)}</h3><small>{escape(group.note)}</small>'
+        f'<div class="strip">{"".join(map(_figure, group.pictures))}</div></div>\n'
+        for group in section.groups
+    )
+    return f"<section><h2>{escape(section.title)}</h2><p>{escape(section.explanation)}</p>\n{rows}</section>"
+
+
+def _table(table: Table) -> str:
+    if not table.rows:
+        return ""
+    head = "".join(f'<th scope="col">{escape(word)}</th>' for word in table.head)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>\n'
+        for first, *rest in table.rows
+    )
+    return (
+        f"<section><h2>{escape(table.title)}</h2><p>{escape(table.explanation)}</p>\n"
+        f'<div class="scroll"><table class="rows plain"><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>'
+        "</div></section>"
+    )
+
+
+def _chart(chart: Chart) -> str:
+    keys = "".join(
+        f'<span class="key"><i class="{escape(line.kind)}"></i>{escape(line.name)}</span>' for line in chart.lines
+    )
+    return (
+        f"<section><h2>{escape(chart.title)}</h2><p>{escape(chart.explanation)}</p>\n"
+        f'<div class="keys">{keys}</div>{draw_chart(chart)}</section>'
     )
 
 
@@ -137,9 +233,11 @@ def _histogram(report: Report) -> str:
         f'<span class="key"><i class="{escape(series.kind)}"></i>{escape(series.name)}</span>'
         for series in report.histogram
     )
+    if report.threshold is not None:
+        keys += f'<span class="key"><i class="threshold"></i>threshold {report.threshold:.3f}</span>'
     return (
         f"<section><h2>Anomaly scores</h2><p>{escape(report.histogram_explanation)}</p>\n"
-        f'<div class="keys">{keys}</div>{draw_histogram(report.histogram)}</section>'
+        f'<div class="keys">{keys}</div>{draw_histogram(report.histogram, report.threshold)}</section>'
     )
 
 
@@ -156,8 +254,13 @@ def _provenance(report: Report) -> str:
 
 
 def data_uri(image: Tensor) -> str:
-    """An image uint8[C, H, W] with 1 or 3 channels as a PNG inside the page."""
+    """An image uint8 [C, H, W] with 1 or 3 channels inside the page: to the pixel if small, else shrunk, as JPEG."""
     array = image.permute(1, 2, 0).numpy()
+    shown = Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
     buffer = io.BytesIO()
-    Image.fromarray(array[..., 0] if array.shape[2] == 1 else array).save(buffer, format="PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    if max(shown.size) < SMALLEST_SHOWN:
+        shown.save(buffer, format="PNG", optimize=True)
+        return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    shown.thumbnail((LARGEST_SENT, LARGEST_SENT))
+    shown.save(buffer, format="JPEG", quality=JPEG_QUALITY, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
