@@ -10,14 +10,24 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from elsa.detectors.inputs import Images
 from elsa.errors import UserError
+from elsa.graph_encoder import OnnxNet, read_onnx, read_pt2, read_timm, timm_from
 from elsa.mobilenet import FEATURES, MobileNetV2, fused, network_from, read_mobilenet_v2
 from elsa.progress import Progress, silent
+from elsa.resnet import DEPTHS, ResNet, read_resnet, resnet_from
 
+PRETRAINED = {
+    "mobilenet_v2": "mobilenet_v2:FILE",
+    "resnet18": "resnet18:FILE",
+    "resnet50": "resnet50:FILE (torchvision's weight files)",
+    "timm": "timm:NAME=FILE",
+    "onnx": "onnx:FILE",
+    "pt2": "pt2:FILE",
+}
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCH = 16  # the fastest on CPUs, whose caches hold its activations: 1,770 views/s at 96 px against 780 with 256
@@ -29,32 +39,55 @@ class Encoder:
     """A frozen network with what must be recorded to find it again."""
 
     name: str
-    net: MobileNetV2
+    net: nn.Module
     file: str
     sha256: str
     features: int = FEATURES
 
     @cached_property
-    def inference_net(self) -> MobileNetV2:
+    def inference_net(self) -> nn.Module:
         """The network as it is run, made once."""
-        return fused(self.net)
+        return fused(self.net) if isinstance(self.net, MobileNetV2 | ResNet) else self.net
 
 
 def parse_encoder(text: str) -> Encoder:
-    """The encoder that `--encoder mobilenet_v2:FILE` asks for."""
-    kind, _, file = text.partition(":")
-    if kind != "mobilenet_v2" or not file:
-        raise UserError(
-            f"encoder {text!r}: a pretrained encoder is written mobilenet_v2:FILE, with torchvision's weight file"
-        )
-    net, sha256 = read_mobilenet_v2(Path(file))
-    return Encoder(kind, net, Path(file).name, sha256)
+    """The encoder that `--encoder mobilenet_v2:FILE` and the like ask for."""
+    kind, _, rest = text.partition(":")
+    if kind not in PRETRAINED or not rest:
+        raise UserError(f"encoder {text!r}: a pretrained encoder is written {', '.join(PRETRAINED.values())}")
+    if kind == "timm":
+        network, _, checkpoint = rest.partition("=")
+        if not checkpoint:
+            raise UserError(f"encoder {text!r}: nothing is downloaded, name timm's checkpoint: timm:{network}=FILE")
+        timm_net, sha256 = read_timm(network, Path(checkpoint))
+        return Encoder(f"timm:{network}", timm_net, Path(checkpoint).name, sha256, timm_net.features)
+    file = Path(rest)
+    if kind in DEPTHS:
+        resnet, sha256 = read_resnet(kind, file)
+        return Encoder(kind, resnet, file.name, sha256, resnet.features)
+    if kind in ("onnx", "pt2"):
+        graph, sha256 = read_onnx(file) if kind == "onnx" else read_pt2(file)
+        return Encoder("onnx", graph, file.name, sha256, graph.features)
+    net, sha256 = read_mobilenet_v2(file)
+    return Encoder(kind, net, file.name, sha256)
 
 
 def restore_encoder(weights: dict[str, Tensor], name: str, file: str, sha256: str) -> Encoder:
     """The encoder whose weights a MODEL carries."""
-    assert name == "mobilenet_v2", name
-    return Encoder(name, network_from(weights, f"from {file}"), file, sha256)
+    origin = f"from {file}"
+    if name == "onnx":
+        graph = OnnxNet(weights["file"].numpy().tobytes(), origin)
+        return Encoder(name, graph, file, sha256, graph.features)
+    if name in DEPTHS:
+        resnet = resnet_from(name, weights, origin)
+        return Encoder(name, resnet, file, sha256, resnet.features)
+    if name.startswith("timm:"):
+        own = {key.removeprefix("net."): value for key, value in weights.items()}
+        timm_net = timm_from(name.removeprefix("timm:"), own, origin)
+        return Encoder(name, timm_net, file, sha256, timm_net.features)
+    if name != "mobilenet_v2":
+        raise UserError(f"encoder {name!r} of a MODEL: this version knows {', '.join(PRETRAINED)}; update elsa")
+    return Encoder(name, network_from(weights, origin), file, sha256)
 
 
 def embed(
@@ -67,7 +100,7 @@ def embed(
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Tensor:
-    """One float32 vector [N, 1280] per image, on the CPU."""
+    """One float32 vector [N, D] per image, on the CPU."""
     vectors = torch.empty(len(images), encoder.features)
     done = 0
     for part in embed_batches(encoder, images, size=size, views=views, batch=batch, device=device, progress=progress):
