@@ -25,7 +25,7 @@ class Checkpoint:
         self.state: dict[str, Any] = {}
         if self.path is not None and self.path.exists():
             self.tensors, self.state = read_checkpoint(self.path)
-            if self.state["fingerprint"] != fingerprint:
+            if self.state.get("fingerprint") != fingerprint:
                 raise UserError(
                     f"{self.path} belongs to a fit with other images, labels, settings or seed; "
                     f"repeat its options, or delete it to start afresh"

@@ -31,7 +31,7 @@ def write_model(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any])
         partial.mkdir(parents=True)
         payload = serialise_tensors(_storable(tensors))
         about = {"format": FORMAT, "higher_is": "anomalous", **about, "sha256": hashlib.sha256(payload).hexdigest()}
-        about["sha256_json"] = _digest(about)
+        about["sha256_json"] = digest_of(about)
         _write_synced(partial / "model.safetensors", payload)
         _write_synced(partial / "model.json", (json.dumps(about, indent=1) + "\n").encode())
         _sync_folder(partial)
@@ -69,8 +69,9 @@ def read_model(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
     try:
         about = json.loads(text)
-        intact = isinstance(about, dict) and "format" in about and about.get("sha256_json") == _digest(about)
-    except ValueError:
+        intact = isinstance(about, dict) and about.get("sha256_json") == digest_of(about)
+        intact = intact and isinstance(about.get("format"), int) and isinstance(about.get("sha256"), str)
+    except (ValueError, RecursionError):
         intact = False
     if not intact:
         raise UserError(f"{folder / 'model.json'} is incomplete or was changed after writing; fit the model again")
@@ -105,6 +106,7 @@ def write_checkpoint(path: Path, tensors: dict[str, Tensor], state: dict[str, An
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the state of a checkpoint; a torn or altered file is refused."""
+    from safetensors import SafetensorError
     from safetensors.torch import load as parse_tensors
 
     try:
@@ -114,8 +116,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     digest, payload = content[:32], content[32:]
     if hashlib.sha256(payload).digest() != digest:
         raise UserError(f"{path} is incomplete or was changed after writing; delete it to start the fit afresh")
-    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
-    return parse_tensors(payload), json.loads(header["__metadata__"]["state"])
+    try:
+        header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+        tensors, state = parse_tensors(payload), json.loads(header["__metadata__"]["state"])
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is not a checkpoint of `elsa fit`; delete it to start the fit afresh") from error
+    if not isinstance(state, dict):
+        raise UserError(f"{path} is not a checkpoint of `elsa fit`; delete it to start the fit afresh")
+    return tensors, state
 
 
 def _storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -142,7 +150,8 @@ def _recover(folder: Path) -> None:
         os.rename(_previous(folder), folder)
 
 
-def _digest(about: dict[str, Any]) -> str:
+def digest_of(about: dict[str, Any]) -> str:
+    """sha256 of what a model.json says, itself left out."""
     return hashlib.sha256(
         json.dumps({k: v for k, v in about.items() if k != "sha256_json"}, sort_keys=True).encode()
     ).hexdigest()

@@ -4,6 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from elsa import __version__
@@ -45,7 +46,7 @@ def save_model(detector: Detector, folder: Path, about: dict[str, Any]) -> None:
 def open_model(folder: Path, device: str = "cpu", progress: Progress = silent) -> tuple[Detector, dict[str, Any]]:
     """The fitted detector of a MODEL folder and everything its model.json says."""
     tensors, about = read_model(Path(folder))
-    if about.get("class") not in SAVED_CLASSES:
+    if not isinstance(about.get("class"), str) or about["class"] not in SAVED_CLASSES:
         raise UserError(
             f"{folder} holds a {about.get('class')!r}, this version knows {', '.join(SAVED_CLASSES)}; update elsa"
         )
@@ -53,11 +54,14 @@ def open_model(folder: Path, device: str = "cpu", progress: Progress = silent) -
     detector_class = getattr(import_module(module), name)
     try:
         detector = detector_class.from_state(tensors, about["detector"], device=device, progress=progress)
-    except (KeyError, RuntimeError, UserError) as error:  # a tensor or a setting that this version does not have
-        if isinstance(error, RuntimeError) and "state_dict" not in str(error):
+    # A tensor or a setting that this version does not have, or has of another kind.
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, UserError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
             raise  # the device's trouble, not the file's
+        versions = about.get("versions")
+        written_by = versions.get("elsa", "unknown") if isinstance(versions, dict) else "unknown"
         raise UserError(
-            f"{folder} was written by another version of elsa ({about.get('versions', {}).get('elsa', 'unknown')}; "
+            f"{folder} was written by another version of elsa ({written_by}; "
             f"this is {__version__}) whose {name} had other parts; use that version, or fit the model again"
         ) from error
     return detector, about

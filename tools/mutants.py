@@ -156,7 +156,7 @@ MUTANTS = {
     },
     "test_model_file.py": {
         "model_file.py": [
-            ('about.get("sha256_json") == _digest(about)', "True"),
+            ('about.get("sha256_json") == digest_of(about)', "True"),
             ('!= about["sha256"]:', "== 0:"),
             ("if hashlib.sha256(payload).digest() != digest:", "if False:"),
             ("    _recover(folder)\n", "    pass\n"),

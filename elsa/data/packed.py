@@ -1,6 +1,9 @@
 """Images packed in one file: Parquet with Hugging Face's image structs, CIFAR-10's binary files, .npz."""
 
 import json
+import lzma
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -9,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 from numpy.typing import NDArray
 
 from elsa.data.benchmarks import CIFAR10_CLASSES, CIFAR10_FILES, CIFAR10_IMAGES_PER_FILE, read_cifar10_file
-from elsa.data.tables import open_parquet
+from elsa.data.tables import PARQUET_ERRORS, open_parquet
 from elsa.errors import UserError
+
+# What numpy and zipfile raise on an .npz that is damaged or made to do damage; SyntaxError and the rest come from the
+# header of an array, which is a Python literal.
+NPZ_ERRORS = (
+    OSError, ValueError, TypeError, KeyError, EOFError, NotImplementedError, RuntimeError, SyntaxError, MemoryError,
+    OverflowError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
+)  # fmt: skip
 
 PARQUET_ROWS = 32  # photos of 10 MB: 320 MB at a time
 
@@ -26,8 +35,10 @@ def parquet_columns(path: Path, image_column: str) -> tuple[list[str], dict[str,
         others = [name for name in file.schema_arrow.names if name != image_column]
         extra = file.read(columns=others).to_pydict() if others else {}
         paths = file.read(columns=[f"{image_column}.path"]).column(0).combine_chunks().field("path").to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except PARQUET_ERRORS as error:
         raise UserError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if any(len(values) != len(paths) for values in extra.values()):
+        raise UserError(f"{path} is damaged: its columns differ in length; write it again")
     if all(paths) and len(set(paths)) == len(paths):
         return [name.replace("\\", "/") for name in paths], extra
     return _numbered("row", len(paths)), extra
@@ -36,9 +47,11 @@ def parquet_columns(path: Path, image_column: str) -> tuple[list[str], dict[str,
 def class_words(path: Path, labels: list[Any]) -> list[Any]:
     """Labels with Hugging Face's class numbers replaced by the names the file itself declares for them."""
     about = (open_parquet(path).schema_arrow.metadata or {}).get(b"huggingface")
-    feature = json.loads(about)["info"]["features"].get("label", {}) if about else {}
-    names = feature.get("names")
-    if names is None:
+    try:
+        names = json.loads(about)["info"]["features"]["label"]["names"] if about else None
+    except (ValueError, LookupError, TypeError, RecursionError):  # declared for another column, or by other software
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return labels
     return [names[label] if isinstance(label, int) and 0 <= label < len(names) else None for label in labels]
 
@@ -60,7 +73,7 @@ def parquet_images(path: Path, column: str, records: Sequence[int]) -> Iterator[
                         record = next(wanted, None)
                     first += len(content)
             first = last
-    except (pyarrow.ArrowException, OSError) as error:
+    except PARQUET_ERRORS as error:
         raise UserError(f"{path} is damaged: {' '.join(str(error).split())}") from error
 
 
@@ -94,7 +107,7 @@ def cifar10_images(folder: Path, records: Sequence[int]) -> Iterator[NDArray[np.
 def npz_columns(path: Path) -> tuple[list[str], list[Any], dict[str, list[Any]]]:
     """Names, labels and all further arrays of the same length as columns."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
             if "images" not in stored.files:
                 raise UserError(f"{path} has no array `images`; its arrays are {', '.join(stored.files) or 'none'}")
             with _npz_member(path) as (_, shape):
@@ -102,7 +115,7 @@ def npz_columns(path: Path) -> tuple[list[str], list[Any], dict[str, list[Any]]]
             columns = {name: stored[name] for name in stored.files if name != "images"}
     except UserError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except NPZ_ERRORS as error:
         raise UserError(f"{path} is not an .npz of plain arrays, or is damaged: {error}") from error
     labels = columns.pop("labels", None)
     if labels is not None and labels.shape != (count,):
@@ -127,8 +140,10 @@ def npz_images(path: Path, records: Sequence[int]) -> Iterator[NDArray[np.uint8]
                     raise UserError(f"{path} ends in the middle of image {record}; it is incomplete")
                 yield _channels_last(np.frombuffer(content, np.uint8).reshape(shape[1:]))
                 row = record + 1
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+    except UserError:
+        raise
+    except NPZ_ERRORS as error:
+        raise UserError(f"{path} is damaged: {' '.join(str(error).split())}") from error
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from elsa.data import packed
 from elsa.data.benchmarks import CIFAR10_FILES
 from elsa.data.images import Payload
 from elsa.data.tables import SUFFIXES, check_label_words, open_parquet, read_table
+from elsa.data.vectors import holds_vectors, read_vectors, vector_columns
 from elsa.errors import UserError
 
 IMAGE_SUFFIXES = {
@@ -33,7 +34,7 @@ class Source:
 
     path: Path
     kind: str
-    """folder, manifest, image-parquet, cifar-10 or npz"""
+    """folder, manifest, image-parquet, cifar-10, npz or vectors"""
     names: list[str]
     """Relative POSIX paths, or names within a packed file; no two alike."""
     labels: list[str]
@@ -84,6 +85,8 @@ def open_source(source: Path, labels: Path | None = None) -> Source:
         opened = _open_folder(source) if place is None else _open_cifar10(source, place)
     elif suffix == ".parquet" and (column := image_column(open_parquet(source).schema_arrow)) is not None:
         opened = _open_image_parquet(source, column)
+    elif holds_vectors(source):
+        opened = _open_vectors(source)
     elif suffix in SUFFIXES:
         opened = _open_manifest(source)
     elif suffix == ".npz":
@@ -185,7 +188,16 @@ def _path_column(path: Path, columns: dict[str, list[Any]]) -> list[Any]:
     for row, value in enumerate(columns["path"]):
         if not isinstance(value, str) or not value:
             raise UserError(f"{path}: `path` of row {row} is {value!r}; give the path of an image")
+        if not _can_be_a_file_name(value):
+            raise UserError(f"{path}: `path` of row {row}, {value!r}, holds what no file name can; correct it")
     return columns["path"]
+
+
+def _can_be_a_file_name(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say
+        return False
 
 
 class _Inside:
@@ -274,7 +286,7 @@ def _open_image_parquet(path: Path, column: str) -> Source:
     labels = [""] * len(names)
     if "label" in extra:
         words = packed.class_words(path, extra["label"])
-        if any(word in LABEL_FOLDERS for word in words) or not all(isinstance(word, str) for word in words if word):
+        if not all(isinstance(word, str) for word in words if word) or any(word in LABEL_FOLDERS for word in words):
             labels = check_label_words(words, str(path), names)
             del extra["label"]
         else:
@@ -319,6 +331,19 @@ def _open_npz(path: Path) -> Source:
         labels=check_label_words(labels, str(path), names),
         extra=extra,
         payloads=lambda records: packed.npz_images(path, records),
+        stamps=lambda: _file_stamps(path.parent, [path.name]),
+    )
+
+
+def _open_vectors(path: Path) -> Source:
+    names, labels, extra = vector_columns(path)
+    return Source(
+        path=path,
+        kind="vectors",
+        names=names,
+        labels=check_label_words(labels, str(path), names),
+        extra=extra,
+        payloads=lambda records: iter(read_vectors(path, records)),
         stamps=lambda: _file_stamps(path.parent, [path.name]),
     )
 

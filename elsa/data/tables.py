@@ -12,7 +12,13 @@ from elsa.errors import UserError
 from elsa.labels import encode_labels
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+# What reading a Parquet file raises where it is damaged, or holds text that is no UTF-8 or times that Python lacks.
+PARQUET_ERRORS = (
+    pyarrow.ArrowException, OSError, ValueError, LookupError, TypeError, OverflowError, NotImplementedError,
+    MemoryError,
+)  # fmt: skip
 Columns = dict[str, list[Any]]
+MOST_DIGITS = 100  # Python refuses to read an int of more than 4,300
 
 
 def read_table(path: Path) -> Columns:
@@ -37,7 +43,7 @@ def open_parquet(path: Path) -> pyarrow.parquet.ParquetFile:
         return pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except pyarrow.ArrowInvalid as error:
+    except PARQUET_ERRORS as error:
         raise UserError(f"{path} is not a Parquet file, or is incomplete: {_one_line(error)}") from error
 
 
@@ -53,15 +59,19 @@ def check_label_words(words: list[Any], where: str, names: list[str]) -> list[st
 
 def _as_number(word: str) -> str | int:
     """A CSV has no types: digits are turned back into a number, so that the reason why numbers are refused is told."""
-    return int(word) if word.removeprefix("-").isdecimal() else word
+    digits = word.removeprefix("-")
+    return int(word) if digits.isdecimal() and len(digits) < MOST_DIGITS else word
 
 
 def _read_parquet(path: Path) -> Columns:
     file = open_parquet(path)
     try:
-        return file.read().to_pydict()
-    except (pyarrow.ArrowException, OSError) as error:
+        columns = file.read().to_pydict()
+    except PARQUET_ERRORS as error:
         raise UserError(f"{path} is damaged: {_one_line(error)}") from error
+    if len({len(values) for values in columns.values()}) > 1:
+        raise UserError(f"{path} is damaged: its columns differ in length; write it again")
+    return columns
 
 
 def _read_csv(path: Path, text: str) -> Columns:
@@ -97,6 +107,8 @@ def _read_jsonl(path: Path, text: str) -> Columns:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+        except (RecursionError, ValueError) as error:  # brackets within brackets, or an int of thousands of digits
+            raise UserError(f"{path}, line {number} is no row of a table: {_one_line(error)}") from error
         if not isinstance(row, dict):
             raise UserError(f'{path}, line {number}: expected one JSON object per line, like {{"path": "a.png"}}')
         rows.append(row)

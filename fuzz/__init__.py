@@ -1,0 +1,1 @@
+"""Fuzzing: what outsiders may hand to elsa."""
