@@ -40,14 +40,14 @@ class ImageSet:
     """The images of a source that could be decoded; row i of everything belongs to names[i]."""
 
     images: Tensor | Shards
-    """uint8 [N, C, H, W]"""
+    """uint8 [N, C, H, W], or float32 [N, D] of a source of vectors"""
     labels: list[str]
     names: list[str]
     extra: dict[str, list[Any]]
     broken: list[tuple[str, str]]
     """(name, reason) of the images left out."""
-    decoding: Decoding
-    """How the images were prepared; new images for the same model must be prepared alike."""
+    decoding: Decoding | None
+    """None for vectors. How the images were prepared; new images for the same model must be prepared alike."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -70,6 +70,8 @@ def load_images(
     Size and channels are chosen from the data unless given. A set of more than memory_limit bytes goes to shards below
     the folder `cache`, where a killed run is continued and a later one finds them.
     """
+    if source.kind == "vectors":
+        return _load_vectors(source, size or channels)
     asked = {"size": size, "channels": channels, "resize": resize, "pixel_limit": pixel_limit}
     fingerprint = hashlib.sha256((source.fingerprint() + json.dumps(asked)).encode()).hexdigest()
     folder = None if cache is None else cache_folder(Path(cache), source.path)
@@ -112,6 +114,14 @@ def load_images(
         broken=[(source.names[i], reason) for i, reason in broken],
         decoding=how,
     )
+
+
+def _load_vectors(source: Source, asked: int | None) -> ImageSet:
+    """Vectors as they are; a size or channels to be decoded to are those of images."""
+    if asked is not None:
+        raise UserError(f"SOURCE {source.path} holds vectors, not images: leave out --size, or give images")
+    vectors = torch.from_numpy(np.stack([np.asarray(row) for row in source.payloads(range(len(source)))]))
+    return ImageSet(vectors, source.labels, source.names, source.extra, broken=[], decoding=None)
 
 
 def _decode_or_reason(payload: Payload, how: Decoding) -> Decoded:
