@@ -21,20 +21,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from elsa.augment import plain, rotations
 from elsa.detectors import build
 from elsa.elsa import Elsa
-from elsa.energy import ENSEMBLES
-from elsa.inference import fold_norms, project
+from elsa.energy import energy
+from elsa.inference import fold_norms
 from elsa.saved import load, save_model
 from elsa.trust import explain
-from elsa.trust.explain import blurred, enlarged, falls_without, occlusion
+from elsa.trust.explain import blurred, enlarged, falls_without, last_map, occlusion
 from elsa.trust.metrics import auroc
 
 PASTED = 0.35
 DELETED = (0.1, 0.2, 0.3)
 MASKS = 100
+Read = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
 
 
 def main() -> None:
@@ -136,12 +138,12 @@ def random_places(detector: Any, images: Tensor) -> Tensor:
     return enlarged(torch.rand(len(images), 5, 5, generator=torch.Generator().manual_seed(0)), images.shape[2:])
 
 
-def on_features(
-    read: Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor],
-) -> Callable[[Any, Tensor], Tensor]:
-    """A heat map that reads the last feature map in another way than the library does."""
+def on_features(read: Read) -> Callable[[Any, Tensor], Tensor]:
+    """A heat map that reads the last feature map in its own way."""
 
     def heat(detector: Any, images: Tensor) -> Tensor:
+        if isinstance(detector, Elsa):
+            return on_elsa_features(read, detector, images)
         original = explain.falls_without
         explain.falls_without = read  # type: ignore[assignment]
         try:
@@ -180,19 +182,23 @@ def random_masks(detector: Any, images: Tensor) -> Tensor:
 
 def cheap(detector: Any) -> Callable[[Tensor], Tensor]:
     """The score to ask many times: of the image as it is, where the detector's own takes tens of views."""
-    if not isinstance(detector, Elsa):
-        return detector.anomaly_score
-    config = detector.config
-    net = fold_norms(detector.net_, config)
+    return explain.plain_score(detector) if isinstance(detector, Elsa) else detector.anomaly_score
 
-    @torch.no_grad()
-    def score(images: Tensor) -> Tensor:
-        raw_SBD = project(net, rotations(plain(images), config.shifts), config).unflatten(
-            0, (config.shifts, len(images))
-        )
-        return ENSEMBLES[config.ensemble](raw_SBD[None], detector.prototypes_, config.score_tau)
 
-    return score
+@torch.no_grad()
+def on_elsa_features(read: Read, detector: Elsa, images: Tensor) -> Tensor:
+    """Elsa's own last feature map, in every rotation the energy is summed over; each map is turned back."""
+    net, shifts = fold_norms(detector.net_, detector.config), detector.config.shifts
+
+    def score(pooled_ND: Tensor) -> Tensor:
+        return energy(normalize(net.projection(pooled_ND), dim=1), detector.prototypes_, detector.config.score_tau)
+
+    total = torch.zeros(len(images), *images.shape[2:])
+    for quarter, turned in enumerate(rotations(plain(images), shifts).chunk(shifts)):
+        map_BCHW, pooled_BC = last_map(net.backbone, turned)
+        assert map_BCHW is not None
+        total += torch.rot90(enlarged(read(map_BCHW, pooled_BC, score), images.shape[2:]), -quarter, (1, 2))
+    return total
 
 
 METHODS: dict[str, Callable[[Any, Tensor], Tensor]] = {
@@ -202,8 +208,8 @@ METHODS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "places left out, spread 1": on_features(lambda m, v, s: falls_without(m, v, s, spread=1.0)),
     "gradient times map": on_features(gradient_times_map),
     "each place alone": on_features(each_place_alone),
-    "windows blurred, 7 x 7": lambda d, x: occlusion(cheap(d), x),
-    "windows blurred, 5 x 5": lambda d, x: occlusion(cheap(d), x, cells=5),
+    "windows blurred, a third of the side": lambda d, x: occlusion(cheap(d), x, window=0.3),
+    "windows blurred, two fifths": lambda d, x: occlusion(cheap(d), x, window=0.4),
     "random masks": random_masks,
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -201,10 +202,12 @@ def judged(facts: Facts, detector: Any, about: dict[str, Any], progress: Progres
     curve = learning_curve(vectors_ND, kept, None, build, progress=progress)
     facts = replace(facts, charts=[*facts.charts, *label_chart(curve)])
     kinds = [facts.kinds[row] for row in rows] if facts.kinds else []
-    types = {kind for kind, word in zip(kinds, kept, strict=False) if kind and word == "anomaly"}
-    if not 2 <= len(types) <= MOST_TYPES:
+    counted = Counter(kind for kind, word in zip(kinds, kept, strict=False) if kind and word == "anomaly")
+    enough = {kind for kind, count in counted.most_common(MOST_TYPES) if count >= LEAST_OF_EACH_KIND}
+    if not enough or len(counted) < 2:
         return facts
-    return replace(facts, tables=[stress_table(stress(vectors_ND, kept, kinds, build, progress=progress))])
+    asked = [kind if kind in enough else "" for kind in kinds]
+    return replace(facts, tables=[stress_table(stress(vectors_ND, kept, asked, build, progress=progress))])
 
 
 def _too_few(counts: dict[str, int]) -> str:
@@ -238,8 +241,9 @@ def stress_table(rows: Sequence[StressRow]) -> Table:
 
     return Table(
         "Anomalies of a kind the model was never shown",
-        "For each known type a model is fitted without it; the hardest type comes first. AUROC in percent against "
-        "labelled normal images, with 95% intervals. Expect the next kind nobody thought of to fare like the first.",
+        f"For each type with {LEAST_OF_EACH_KIND} labelled anomalies or more, a model is fitted without it, the "
+        "hardest first. AUROC in percent against labelled normal images, with 95% intervals. Expect the next kind "
+        "nobody thought of to fare like the first.",
         ("Type", "Labelled", "Never shown", "Shown"),
         [(row.kind, f"{row.anomalies:,}", told(row.never_shown), told(row.shown)) for row in rows],
     )

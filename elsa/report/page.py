@@ -221,7 +221,7 @@ def _chart(chart: Chart) -> str:
         f'<span class="key"><i class="{escape(line.kind)}"></i>{escape(line.name)}</span>' for line in chart.lines
     )
     return (
-        f"<section><h2>{escape(chart.title)}</h2><p>{escape(chart.explanation)}</p>\n"
+        f'<section class="plot"><h2>{escape(chart.title)}</h2><p>{escape(chart.explanation)}</p>\n'
         f'<div class="keys">{keys}</div>{draw_chart(chart)}</section>'
     )
 
@@ -236,7 +236,7 @@ def _histogram(report: Report) -> str:
     if report.threshold is not None:
         keys += f'<span class="key"><i class="threshold"></i>threshold {report.threshold:.3f}</span>'
     return (
-        f"<section><h2>Anomaly scores</h2><p>{escape(report.histogram_explanation)}</p>\n"
+        f'<section class="plot"><h2>Anomaly scores</h2><p>{escape(report.histogram_explanation)}</p>\n'
         f'<div class="keys">{keys}</div>{draw_histogram(report.histogram, report.threshold)}</section>'
     )
 

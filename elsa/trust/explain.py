@@ -1,9 +1,9 @@
 """Why an image got its score: where in it the energy comes from, and which training images it is held against.
 
-A heat map says by how much the score would fall if a place were not there. Networks that end in a mean over places
-are asked directly: each place of the last feature map is left out of the mean and the rest is scored again, which
-costs one forward pass an image. Everything else is asked through its scores alone, with windows of the image blurred.
-docs/explain.md has the measurements that chose between the two, and what lost.
+A heat map says by how much the score would fall if a place were not there. A pretrained encoder that ends in a mean
+over places is asked directly: each place of its last feature map is left out of the mean and the rest is scored again,
+which costs one forward pass an image. Everything else, Elsa from scratch too, is asked through its scores alone, with
+windows of the image blurred. docs/explain.md has the measurements that chose between the two, and what lost.
 
 Shape suffixes: B images, C channels, P places, D features, K prototypes.
 """
@@ -19,9 +19,9 @@ from torch.nn.functional import interpolate, normalize
 from elsa.augment import plain, rotations
 from elsa.elsa import Elsa
 from elsa.encoders import embed, input_size, prepared
-from elsa.energy import energy
+from elsa.energy import ENSEMBLES
 from elsa.head import ElsaHead
-from elsa.inference import fold_norms
+from elsa.inference import fold_norms, project
 from elsa.labels import ANOMALY, encode_labels
 from elsa.progress import Progress, silent
 
@@ -30,6 +30,7 @@ SPREAD = 0.7  # in cells: a place is left out with its neighbours, whose recepti
 CELLS, WINDOW = 7, 0.3  # blurred windows along a side, and the side of one as a share of the image's
 SCORED_AT_ONCE = 256
 ALIKE = 6  # training images shown around a prototype
+SAME = 0.999  # from this cosine on, pixels are compared: an image is no explanation of itself
 KNOWN = 4096  # most training images compared with, labelled ones first
 
 Score = Callable[[Tensor], Tensor]
@@ -97,30 +98,24 @@ def heat_map(detector: Any, images: Any, progress: Progress = silent) -> Tensor:
 
 
 def _maps(detector: Any, parts: list[Tensor]) -> Iterator[Tensor]:
-    if isinstance(detector, Elsa):
-        net = fold_norms(detector.net_, detector.config)
-        yield from (_elsa_map(detector, net, part.to(detector.device)) for part in parts)
-    elif isinstance(detector, ElsaHead) and detector.encoder is not None:
+    if isinstance(detector, ElsaHead) and detector.encoder is not None:
         yield from (_head_map(detector, part) for part in parts)
     else:
-        yield from (occlusion(detector.anomaly_score, part) for part in parts)
+        score = plain_score(detector) if isinstance(detector, Elsa) else detector.anomaly_score
+        yield from (occlusion(score, part) for part in parts)
 
 
-@torch.no_grad()
-def _elsa_map(detector: Elsa, net: Any, images: Tensor) -> Tensor:
-    """Over the image as it is, in every rotation the energy is summed over; each map is turned back."""
-    shifts, tau = detector.config.shifts, detector.config.score_tau
+def plain_score(detector: Elsa) -> Score:
+    """The energy of images as they are, in every rotation: a tenth of the views that anomaly_score takes."""
+    net, config = fold_norms(detector.net_, detector.config), detector.config
 
-    def score(pooled_ND: Tensor) -> Tensor:
-        return energy(normalize(net.projection(pooled_ND), dim=1), detector.prototypes_, tau)
+    @torch.no_grad()
+    def score(images: Tensor) -> Tensor:
+        turned = rotations(plain(images.to(detector.device)), config.shifts)
+        raw_RBD = project(net, turned, config).unflatten(0, (config.shifts, len(images)))
+        return ENSEMBLES[config.ensemble](raw_RBD[None], detector.prototypes_, config.score_tau).cpu()
 
-    total = torch.zeros(len(images), *images.shape[2:], device=images.device)
-    for quarter, turned in enumerate(rotations(plain(images), shifts).chunk(shifts)):
-        map_BCHW, pooled_BC = last_map(net.backbone, turned)
-        assert map_BCHW is not None, "every backbone of nets.py ends in a mean over places"
-        falls = falls_without(map_BCHW, pooled_BC, score)
-        total += torch.rot90(enlarged(falls, images.shape[2:]), -quarter, (1, 2))
-    return total
+    return score
 
 
 def _head_map(head: ElsaHead, images: Tensor) -> Tensor:
@@ -279,8 +274,10 @@ def explain(detector: Any, image: Tensor, known: Known | None = None) -> Explana
     if known is None:
         return Explanation(image, heat, score, prototype)
     anomaly_N = encode_labels(known.labels) == ANOMALY
-    itself_N = torch.tensor([torch.equal(known.images[i], image) for i in range(len(known.names))], dtype=torch.bool)
     like_N = (known.vectors @ vector_1D.T).flatten()
+    itself_N = torch.zeros(len(known.names), dtype=torch.bool)
+    for i in (like_N > SAME).nonzero().flatten().tolist():
+        itself_N[i] = torch.equal(_image(known, i), image)
     members_N = (known.prototypes == prototype) & ~anomaly_N
     return Explanation(
         image,
@@ -305,4 +302,9 @@ def central(known: Known, member_N: Tensor, most: int = ALIKE) -> tuple[Neighbou
 def _nearest(known: Known, like_N: Tensor, allowed_N: Tensor, most: int) -> tuple[Neighbour, ...]:
     places = allowed_N.nonzero().flatten()
     best = places[like_N[places].argsort(descending=True, stable=True)][:most].tolist()
-    return tuple(Neighbour(known.names[i], known.images[i], float(like_N[i]), known.labels[i]) for i in best)
+    return tuple(Neighbour(known.names[i], _image(known, i), float(like_N[i]), known.labels[i]) for i in best)
+
+
+def _image(known: Known, place: int) -> Tensor:
+    """One image, whether they lie in memory or in shards."""
+    return known.images[place : place + 1][0]
