@@ -15,13 +15,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Tests beside other work: see elsa/cli.py.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test check format lint types docs smoke clean
+.PHONY: help demo test check format lint types docs site smoke clean
 
 help:
 	@echo 'make demo    find the odd ones out among real images, on this CPU, in about a minute (demo/report.html)'
 	@echo 'make test    run all tests that need no GPU'
 	@echo 'make check   everything CI runs: format, lint, types, tests, docs, clean-install smoke test'
-	@echo 'make format  rewrite the code, docs/cli.md and docs/results.md as `make check` wants them'
+	@echo 'make format  rewrite the code and what is generated (docs/cli.md, docs/results.md, sbom.json)'
+	@echo 'make site    the documentation as pages that open from disk (site/index.html)'
 	@echo 'make clean   delete .venv and everything built'
 
 demo: .venv/.runtime
@@ -30,7 +31,7 @@ demo: .venv/.runtime
 test: .venv/.dev
 	ELSA_MOBILENET_V2="$$($(BIN)/python -m elsa.weights)" $(BIN)/python -m pytest -m 'not gpu' -n 2 --dist loadfile
 
-check: lint types docs test smoke
+check: lint types docs site test smoke
 
 lint: .venv/.dev
 	$(BIN)/ruff format --check .
@@ -42,6 +43,10 @@ types: .venv/.dev
 docs: .venv/.dev
 	$(BIN)/python scripts/cli_docs.py --check
 	$(BIN)/python -m elsa.bench report --check
+	$(BIN)/python scripts/sbom.py --check
+
+site: .venv/.dev
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 smoke: .venv/.runtime
 	PYTHON=$(BIN)/python bash scripts/smoke.sh
@@ -51,9 +56,10 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/cli_docs.py
 	$(BIN)/python -m elsa.bench report
+	$(BIN)/python scripts/sbom.py
 
 clean:
-	rm -rf .venv build dist demo *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv build dist demo site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # A stamp is written only after its step succeeded, so an interrupted install is taken up again by the next call.
 .venv/.made:

@@ -62,6 +62,13 @@ def test_the_python_of_the_readme_works(monkeypatch):
     assert auroc(names["scores"].numpy(), names["demo"].test_anomaly.numpy()) > 0.9
 
 
+@pytest.mark.parametrize("page", ["docs/api.md"])
+def test_the_python_of_the_page_works(page):
+    names: dict[str, Any] = {}
+    for code in blocks(page, "python"):
+        exec(code, names)
+
+
 def test_the_readme_opens_with_demo_and_test():
     assert commands("README.md")[:2] == [["make", "demo"], ["make", "test"]]
 
