@@ -12,20 +12,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from elsa import __version__
 from elsa.config import ElsaConfig, parse_settings
 from elsa.data.load import ImageSet, load_images
 from elsa.data.shards import Shards
-from elsa.data.sources import open_source
+from elsa.data.sources import Source, open_source
+from elsa.data.vectors import holds_vectors
 from elsa.detectors import build as build_detector
 from elsa.detectors import detector_class
+from elsa.encoders import PRETRAINED
 from elsa.errors import UserError
 from elsa.output import check_writable
 from elsa.progress import Progress
-from elsa.saved import open_model, save_model
+from elsa.saved import Detector, open_model, save_model
 from elsa.ship.bulk import check_views, is_folder, score_in_bulk
+from elsa.ship.bulk_table import SCORED, Judge, write_ranked
 from elsa.trust.calibrate import score_threshold
 from elsa.trust.metrics import Evaluation
 from elsa.trust.metrics import evaluate as evaluate_scores
@@ -61,7 +66,7 @@ def fit_source(
     _check_model_place(out, checkpoint, resume)
     opened = open_source(source, labels=labels)
     device = choose_device(device)
-    build = _plan(method, encoder, settings, device, len(opened.names), checkpoint)
+    build = _plan(method, encoder, settings, device, opened, checkpoint)
     detector = build(seed=seed, device=device, progress=progress)  # refuses wrong settings before hours of decoding
     loaded = load_images(opened, size=size, resize=resize, cache=out.with_name(f"{out.name}.cache"), progress=progress)
     detector.fit(loaded.images, loaded.labels)
@@ -74,7 +79,7 @@ def fit_source(
     about = {
         "command": command,
         "seed": seed,
-        "preprocessing": asdict(loaded.decoding),
+        "preprocessing": asdict(loaded.decoding) if loaded.decoding else {},  # vectors have none
         "data": {"sha256": hash_data(loaded), "images": len(loaded.names), "labels": _count_labels(loaded)},
         "versions": versions(),
         "seconds": round(time.monotonic() - began, 1),
@@ -113,6 +118,12 @@ def score_source(
     if views is not None and false_alarms is not None:
         raise UserError("--false-alarms with --views: the model was calibrated with all its views; leave out one")
     limit, note = _limit(detector.calibration_, false_alarms) if views is None else (None, [NO_CALIBRATION])
+    on_vectors, is_vectors = not about["preprocessing"], "://" not in str(source) and holds_vectors(Path(source))
+    if on_vectors != is_vectors:
+        kinds = ("images", "vectors")
+        raise UserError(f"SOURCE {source} holds {kinds[is_vectors]}, MODEL was fitted on {kinds[on_vectors]}: give those")
+    if is_vectors:
+        return [*note, *_score_vectors(detector, Path(source), out, limit)]
     found = score_in_bulk(
         model,
         source,
@@ -133,6 +144,23 @@ def score_source(
         *_broken_lines(found.broken, found.some_broken),
         *note,
         f"Scored {found.scored:,} images, {called}: {out}",
+        *[f"  {row['score']:.4f}  {_show_p(row['p_value'])}  {row['path']}" for row in found.highest],
+    ]
+
+
+def _score_vectors(detector: Detector, source: Path, out: Path, limit: float | None) -> list[str]:
+    """Score a SOURCE of vectors, which memory holds, and write the table; what to tell the user about it."""
+    opened = open_source(source)
+    if is_folder(out):
+        raise UserError(f"--out {out}: scores of vectors are written as one table; end the name with .csv or .parquet")
+    scores = detector.anomaly_score(load_images(opened).images).tolist()
+    with tempfile.TemporaryDirectory(prefix="elsa-") as folder:
+        shard = Path(folder) / "scored.parquet"
+        pq.write_table(pa.table([opened.names, scores, [""] * len(scores)], schema=SCORED), shard)
+        found = write_ranked(out, [shard], Judge(detector.calibration_, limit), Path(folder))
+    called = "no verdicts" if limit is None else f"{found.anomalies:,} called anomalies"
+    return [
+        f"Scored {found.scored:,} vectors, {called}: {out}",
         *[f"  {row['score']:.4f}  {_show_p(row['p_value'])}  {row['path']}" for row in found.highest],
     ]
 
@@ -191,27 +219,31 @@ def _check_model_place(out: Path, checkpoint: Path, resume: bool) -> None:
 
 
 def _plan(
-    method: str | None, encoder: str | None, settings: Sequence[str], device: str, num_images: int, checkpoint: Path
+    method: str | None, encoder: str | None, settings: Sequence[str], device: str, source: Source, checkpoint: Path
 ) -> Any:
     """What to call for the detector the options ask for."""
     kind, _, file = (encoder or "").partition(":")
-    if (encoder is not None and kind not in (*FROM_SCRATCH, "mobilenet_v2")) or (file and kind in FROM_SCRATCH):
-        raise UserError(f"--encoder {encoder}: use resnet18, tiny or mobilenet_v2:FILE")
-    pretrained = kind == "mobilenet_v2"
-    method = method or ("elsa-head" if pretrained else "elsa+")
+    pretrained = kind in PRETRAINED and (bool(file) or kind == "mobilenet_v2")
+    if encoder is not None and not pretrained and (kind not in FROM_SCRATCH or file):
+        raise UserError(f"--encoder {encoder}: use {', '.join(FROM_SCRATCH)} or {', '.join(PRETRAINED.values())}")
+    is_vectors = source.kind == "vectors"
+    if is_vectors and (encoder is not None or method in PRETRAINED_AS_ELSA):
+        raise UserError(f"SOURCE {source.path} holds vectors, not images: leave out --encoder, use --method elsa-head")
+    method = method or ("elsa-head" if pretrained or is_vectors else "elsa+")
     own_network = method not in (*PRETRAINED_AS_ELSA, "elsa-head")
-    if pretrained != (method == "elsa-head") or (own_network and encoder is not None):
+    wrong_encoder = not is_vectors and pretrained != (method == "elsa-head")
+    if wrong_encoder or (own_network and encoder is not None):
         given = f"with --encoder {encoder}" if encoder else "without --encoder"
         raise UserError(
-            f"--method {method} {given}: elsa-head takes mobilenet_v2:FILE, {', '.join(PRETRAINED_AS_ELSA)} take "
-            f"resnet18 or tiny, other methods no --encoder; change one of the two"
+            f"--method {method} {given}: elsa-head takes mobilenet_v2:FILE or another pretrained one, "
+            f"{', '.join(PRETRAINED_AS_ELSA)} take resnet18 or tiny, other methods no --encoder; change one of the two"
         )
     if method == "elsa-head":
         from elsa.head import ElsaHead, HeadConfig
         from elsa.weights import find_mobilenet_v2
 
         chosen = _parsed(HeadConfig, settings)
-        name = f"mobilenet_v2:{file or find_mobilenet_v2()}"
+        name = None if is_vectors else encoder if file else f"mobilenet_v2:{find_mobilenet_v2()}"
         return lambda **common: ElsaHead(encoder=name, **common, **chosen)
 
     if own_network:
@@ -221,7 +253,7 @@ def _plan(
     presets = [word.removeprefix("preset=") for word in settings if word.startswith("preset=")]
     chosen = _parsed(ElsaConfig, [word for word in settings if not word.startswith("preset=")])
     if encoder is None and device == "cpu" and not presets and "encoder" not in chosen:
-        raise UserError(_no_gpu(num_images))
+        raise UserError(_no_gpu(len(source)))
     if encoder is not None:
         chosen["encoder"] = kind
     preset = presets[-1] if presets else "cpu" if chosen.get("encoder") == "tiny" and device == "cpu" else "paper"

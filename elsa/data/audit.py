@@ -24,6 +24,7 @@ from elsa.data.images import (
 )
 from elsa.data.parallel import ordered_map
 from elsa.data.sources import Source
+from elsa.errors import UserError
 from elsa.progress import Progress, silent
 
 HUGE_PIXELS = 50_000_000
@@ -118,6 +119,8 @@ def audit(
     source: Source, progress: Progress = silent, *, pixel_limit: int = PIXEL_LIMIT, workers: int | None = None
 ) -> Audit:
     """Read every image once and report what would spoil training or evaluation."""
+    if source.kind == "vectors":
+        raise UserError(f"SOURCE {source.path} holds vectors: only images can be checked; give those they were made of")
     facts: list[Facts] = []
     with quiet_pillow():
         payloads = source.payloads(range(len(source)))
