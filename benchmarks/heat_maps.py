@@ -21,16 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from elsa.augment import plain, rotations
 from elsa.detectors import build
 from elsa.elsa import Elsa
-from elsa.energy import energy
 from elsa.inference import fold_norms
 from elsa.saved import load, save_model
 from elsa.trust import explain
-from elsa.trust.explain import blurred, enlarged, falls_without, last_map, occlusion
+from elsa.trust.explain import blurred, enlarged, falls_without, occlusion
 from elsa.trust.metrics import auroc
 
 PASTED = 0.35
@@ -142,11 +139,11 @@ def on_features(read: Read) -> Callable[[Any, Tensor], Tensor]:
     """A heat map that reads the last feature map in its own way."""
 
     def heat(detector: Any, images: Tensor) -> Tensor:
-        if isinstance(detector, Elsa):
-            return on_elsa_features(read, detector, images)
         original = explain.falls_without
         explain.falls_without = read  # type: ignore[assignment]
         try:
+            if isinstance(detector, Elsa):
+                return explain.places_left_out(detector, fold_norms(detector.net_, detector.config), images)
             return explain.heat_map(detector, images)
         finally:
             explain.falls_without = original
@@ -185,22 +182,6 @@ def cheap(detector: Any) -> Callable[[Tensor], Tensor]:
     return explain.plain_score(detector) if isinstance(detector, Elsa) else detector.anomaly_score
 
 
-@torch.no_grad()
-def on_elsa_features(read: Read, detector: Elsa, images: Tensor) -> Tensor:
-    """Elsa's own last feature map, in every rotation the energy is summed over; each map is turned back."""
-    net, shifts = fold_norms(detector.net_, detector.config), detector.config.shifts
-
-    def score(pooled_ND: Tensor) -> Tensor:
-        return energy(normalize(net.projection(pooled_ND), dim=1), detector.prototypes_, detector.config.score_tau)
-
-    total = torch.zeros(len(images), *images.shape[2:])
-    for quarter, turned in enumerate(rotations(plain(images), shifts).chunk(shifts)):
-        map_BCHW, pooled_BC = last_map(net.backbone, turned)
-        assert map_BCHW is not None
-        total += torch.rot90(enlarged(read(map_BCHW, pooled_BC, score), images.shape[2:]), -quarter, (1, 2))
-    return total
-
-
 METHODS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nothing: random places": random_places,
     "places left out, each alone": on_features(lambda m, v, s: falls_without(m, v, s, spread=0.01)),
@@ -211,6 +192,7 @@ METHODS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "windows blurred, a third of the side": lambda d, x: occlusion(cheap(d), x, window=0.3),
     "windows blurred, two fifths": lambda d, x: occlusion(cheap(d), x, window=0.4),
     "random masks": random_masks,
+    "the library's": explain.heat_map,
 }
 
 if __name__ == "__main__":

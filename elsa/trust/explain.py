@@ -2,8 +2,8 @@
 
 A heat map says by how much the score would fall if a place were not there. A pretrained encoder that ends in a mean
 over places is asked directly: each place of its last feature map is left out of the mean and the rest is scored again,
-which costs one forward pass an image. Everything else, Elsa from scratch too, is asked through its scores alone, with
-windows of the image blurred. docs/explain.md has the measurements that chose between the two, and what lost.
+which costs one forward pass an image. Where only scores are to be had, windows of the image are blurred. Elsa from
+scratch is asked both ways. docs/explain.md has the measurements that chose, and what lost.
 
 Shape suffixes: B images, C channels, P places, D features, K prototypes.
 """
@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate, normalize
 from elsa.augment import plain, rotations
 from elsa.elsa import Elsa
 from elsa.encoders import embed, input_size, prepared
-from elsa.energy import ENSEMBLES
+from elsa.energy import ENSEMBLES, energy
 from elsa.head import ElsaHead
 from elsa.inference import fold_norms, project
 from elsa.labels import ANOMALY, encode_labels
@@ -100,9 +100,35 @@ def heat_map(detector: Any, images: Any, progress: Progress = silent) -> Tensor:
 def _maps(detector: Any, parts: list[Tensor]) -> Iterator[Tensor]:
     if isinstance(detector, ElsaHead) and detector.encoder is not None:
         yield from (_head_map(detector, part) for part in parts)
+    elif isinstance(detector, Elsa):
+        net, score = fold_norms(detector.net_, detector.config), plain_score(detector)
+        yield from (both(occlusion(score, part), places_left_out(detector, net, part)) for part in parts)
     else:
-        score = plain_score(detector) if isinstance(detector, Elsa) else detector.anomaly_score
-        yield from (occlusion(score, part) for part in parts)
+        yield from (occlusion(detector.anomaly_score, part) for part in parts)
+
+
+def both(windows_BHW: Tensor, places_BHW: Tensor) -> Tensor:
+    """The mean of two maps, the second in the spread of the first: where one is blind the other sees."""
+    first_B, second_B = (heat.flatten(1).double().std(dim=1) for heat in (windows_BHW, places_BHW))
+    scale_B11 = (first_B / second_B.clamp(min=1e-12))[:, None, None]
+    return (windows_BHW + places_BHW.double() * scale_B11) / 2
+
+
+@torch.no_grad()
+def places_left_out(detector: Elsa, net: Any, images: Tensor) -> Tensor:
+    """On Elsa's own last feature map, in every rotation the energy is summed over; each map is turned back."""
+    shifts, tau = detector.config.shifts, detector.config.score_tau
+
+    def score(pooled_ND: Tensor) -> Tensor:
+        return energy(normalize(net.projection(pooled_ND), dim=1), detector.prototypes_, tau)
+
+    total_BHW = torch.zeros(len(images), *images.shape[2:])
+    for quarter, turned in enumerate(rotations(plain(images.to(detector.device)), shifts).chunk(shifts)):
+        map_BCHW, pooled_BC = last_map(net.backbone, turned)
+        assert map_BCHW is not None, "every backbone of nets.py ends in a mean over places"
+        falls_BHW = enlarged(falls_without(map_BCHW, pooled_BC, score), turned.shape[2:]).cpu()
+        total_BHW += torch.rot90(falls_BHW, -quarter, (1, 2))
+    return total_BHW
 
 
 def plain_score(detector: Elsa) -> Score:

@@ -10,11 +10,13 @@ from elsa.detectors import build
 from elsa.elsa import Elsa
 from elsa.encoders import Encoder
 from elsa.head import ElsaHead
+from elsa.inference import fold_norms
 from elsa.mobilenet import FEATURES, MobileNetV2
 from elsa.trust import explain as module
 from elsa.trust.explain import (
     Known,
     blurred,
+    both,
     central,
     explain,
     falls_without,
@@ -23,6 +25,7 @@ from elsa.trust.explain import (
     last_map,
     most_telling,
     occlusion,
+    places_left_out,
     plain_score,
     space_of,
     weights_without,
@@ -305,3 +308,23 @@ def test_the_labelled_images_are_compared_with_first():
     assert min(chosen) < 10  # the others from everywhere
     assert max(chosen) > 85
     assert most_telling(labels, most=1000) == list(range(100))
+
+
+def test_two_maps_count_alike_whatever_their_units():
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(B, H, W, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = both(first, second)
+    torch.testing.assert_close(both(first, 1000 * second), found)
+    torch.testing.assert_close(both(3 * first, second), 3 * found)
+    torch.testing.assert_close(both(first, first), first)
+    assert both(first, torch.zeros(B, H, W)).isfinite().all()
+
+
+def test_places_left_out_of_elsa_are_turned_back(scratch):
+    """The energy is summed over all rotations: the map of a turned image is the turned map."""
+    net = fold_norms(scratch.net_, scratch.config)
+    image = stained(photos(1))
+    found = places_left_out(scratch, net, image)
+    turned = places_left_out(scratch, net, image.rot90(1, (2, 3)))
+    torch.testing.assert_close(turned, found.rot90(1, (1, 2)), rtol=1e-3, atol=1e-4)
+    assert found.std() > 0
