@@ -12,6 +12,7 @@ from torch import Tensor
 from elsa.augment import draw, one_view
 from elsa.checkpoint import Checkpoint
 from elsa.config import ElsaConfig, method_config
+from elsa.distributed import check_together, synchronise_norms
 from elsa.energy import ENSEMBLES
 from elsa.errors import UserError
 from elsa.finetune import finetune
@@ -51,8 +52,10 @@ class Elsa:
         """Train on uint8 images [N, C, H, W] and their label words; `pretrained` weights replace pre-training."""
         label_N = self._checked(images, labels).to(self.device)
         images = reside(images, self.device)
-        checkpoint = Checkpoint(self.checkpoint_path, self._fingerprint(images, label_N))
-        net = self._new_net(images.shape)
+        fingerprint = self._fingerprint(images, label_N)
+        check_together("the images, labels, settings or seed", fingerprint)
+        checkpoint = Checkpoint(self.checkpoint_path, fingerprint)
+        net = synchronise_norms(self._new_net(images.shape))
 
         # 1. contrastive pre-training on everything but the labelled anomalies
         if pretrained is not None:
@@ -76,8 +79,10 @@ class Elsa:
         """Weights after contrastive pre-training alone, for several fits to share by fit(..., pretrained=weights)."""
         label_N = self._checked(images, labels).to(self.device)
         images = reside(images, self.device)
-        checkpoint = Checkpoint(self.checkpoint_path, self._fingerprint(images, label_N))
-        net = self._new_net(images.shape)
+        fingerprint = self._fingerprint(images, label_N)
+        check_together("the images, labels, settings or seed", fingerprint)
+        checkpoint = Checkpoint(self.checkpoint_path, fingerprint)
+        net = synchronise_norms(self._new_net(images.shape))
         normal_side = (label_N != ANOMALY).nonzero().flatten()
         pretrain(net, images, normal_side, self.config, self.seed, checkpoint, self.progress)
         return net.state_dict()

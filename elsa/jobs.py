@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from elsa import __version__
+from elsa import __version__, distributed
 from elsa.config import ElsaConfig, parse_settings
 from elsa.data.load import ImageSet, load_images
 from elsa.data.shards import Shards
@@ -24,10 +24,11 @@ from elsa.data.sources import Source, open_source
 from elsa.data.vectors import holds_vectors
 from elsa.detectors import build as build_detector
 from elsa.detectors import detector_class
+from elsa.elsa import Elsa
 from elsa.encoders import PRETRAINED
 from elsa.errors import UserError
 from elsa.output import check_writable
-from elsa.progress import Progress
+from elsa.progress import Progress, silent
 from elsa.saved import Detector, open_model, save_model
 from elsa.ship.bulk import check_views, is_folder, score_in_bulk
 from elsa.ship.bulk_table import SCORED, Judge, write_ranked
@@ -63,12 +64,18 @@ def fit_source(
     """Fit a detector on a SOURCE and write its MODEL folder; what to tell the user about it."""
     began = time.monotonic()
     checkpoint = out.with_name(f"{out.name}.checkpoint")
-    _check_model_place(out, checkpoint, resume)
+    _check_model_place(out, checkpoint, resume or distributed.was_restarted())
     opened = open_source(source, labels=labels)
-    device = choose_device(device)
+    device = distributed.join(choose_device(device))
+    if not distributed.is_first():
+        progress = silent
     build = _plan(method, encoder, settings, device, opened, checkpoint)
     detector = build(seed=seed, device=device, progress=progress)  # refuses wrong settings before hours of decoding
-    loaded = load_images(opened, size=size, resize=resize, cache=out.with_name(f"{out.name}.cache"), progress=progress)
+    if distributed.num_processes() > 1 and not isinstance(detector, Elsa):
+        raise UserError(f"--method {method or 'elsa-head'} trains in one process: start it without torchrun")
+    cache = out.with_name(f"{out.name}.cache")
+    with distributed.first_before_others():
+        loaded = load_images(opened, size=size, resize=resize, cache=cache, progress=progress)
     detector.fit(loaded.images, loaded.labels)
     if not detector.calibration_.isfinite().all():
         checkpoint.unlink(missing_ok=True)  # to go on from there would lead here again
@@ -76,6 +83,9 @@ def fit_source(
             "the training diverged, its scores are not finite numbers: lower the learning rate or leave it at its "
             "default; nothing was written"
         )
+    if not distributed.is_first():
+        distributed.leave()
+        return []
     about = {
         "command": command,
         "seed": seed,
@@ -86,6 +96,7 @@ def fit_source(
     }
     save_model(detector, out, about)
     checkpoint.unlink(missing_ok=True)
+    distributed.leave()
     return [
         *_broken_lines(len(loaded.broken), loaded.broken),
         *_cache_lines(loaded),
@@ -121,7 +132,8 @@ def score_source(
     on_vectors, is_vectors = not about["preprocessing"], "://" not in str(source) and holds_vectors(Path(source))
     if on_vectors != is_vectors:
         kinds = ("images", "vectors")
-        raise UserError(f"SOURCE {source} holds {kinds[is_vectors]}, MODEL was fitted on {kinds[on_vectors]}: give those")
+        held, wanted = kinds[is_vectors], kinds[on_vectors]
+        raise UserError(f"SOURCE {source} holds {held}, MODEL was fitted on {wanted}: give those")
     if is_vectors:
         return [*note, *_score_vectors(detector, Path(source), out, limit)]
     found = score_in_bulk(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from elsa.config import ElsaConfig
+from elsa.distributed import num_processes, sum_gradients
 from elsa.lars import Lars
 from elsa.muon import Muon
 
@@ -52,14 +53,17 @@ class TrainStep:
 
     def __init__(self, loss: Callable[..., Tensor], net: nn.Module, optimizer: torch.optim.Optimizer, *facts: Any):
         self.device = next(net.parameters()).device
-        self.loss, self.net, self.optimizer, self.facts = tuned(loss, self.device), net, optimizer, facts
+        # exchanges between processes are neither compiled nor recorded
+        self.recorded = self.device.type == "cuda" and num_processes() == 1
+        self.loss = tuned(loss, self.device) if self.recorded else loss
+        self.net, self.optimizer, self.facts = net, optimizer, facts
         self.calls = 0
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = True  # the fastest algorithm of each convolution, found once per shape
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """One update on these inputs; the loss before it."""
-        if self.device.type != "cuda":
+        if not self.recorded:
             return self._update(*inputs)
         self.calls += 1
         if self.calls <= EAGER_STEPS:
@@ -75,6 +79,7 @@ class TrainStep:
         loss = self.loss(self.net, *inputs, *self.facts)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        sum_gradients(self.net)
         self.optimizer.step()
         return loss.detach()
 

@@ -47,7 +47,7 @@ SHARD_SIZE = 8192
 BATCH_BYTES = 32 << 20  # of decoded images that are scored together
 LARGEST_BATCH = 1024
 AHEAD = 2  # batches decoded while one is scored
-ENGINES = ("local", "ray")
+BEGUN = {".work", ".manifest.json.partial"}  # in a folder whose job was killed at its very beginning
 
 Item = TypeVar("Item")
 
@@ -110,7 +110,7 @@ def score_in_bulk(
     work = out / ".work" if to_folder else out.with_name(f"{out.name}.parts")
     manifest = (out if to_folder else work) / "manifest.json"
     noted = _noted(manifest, out, resume)
-    if noted is None and to_folder and out.exists() and any(out.iterdir()):
+    if noted is None and to_folder and out.exists() and {path.name for path in out.iterdir()} - BEGUN:
         raise UserError(f"--out {out} holds other files; give the name of a new folder, or of a .csv or .parquet file")
     if noted is not None and noted["finished"]:
         _check_same(noted, about, survey(source, None), views, shard_size, manifest)
