@@ -45,6 +45,8 @@ def explain_image(
         )
     check_writable(out)
     detector, about = open_model(model, choose_device(device), progress)
+    if not about["preprocessing"]:
+        raise UserError(f"{model} was fitted on vectors, in which there are no places to show; give a MODEL of images")
     how = Decoding(**about["preprocessing"])
     try:
         with quiet_pillow():

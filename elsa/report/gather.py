@@ -100,6 +100,8 @@ def model_facts(
                 "them ranked, with heat maps, prototypes, suspects, an audit and, where they have labels, figures."
             ],
         )
+    if not about["preprocessing"]:
+        raise UserError(f"{model} was fitted on vectors, of which there are no pictures: leave out --source {source}")
     opened = open_source(source, labels=labels)
     found = audit(opened, progress)
     loaded = load_images(opened, **about["preprocessing"], cache=cache, progress=progress)

@@ -153,8 +153,8 @@ def _head_map(head: ElsaHead, images: Tensor) -> Tensor:
         map_BCHW, vectors_BD = last_map(net, pixels.contiguous(memory_format=torch.channels_last))
         if map_BCHW is not None and head.config.views == "image and its flip":
             mirrored, of_mirrored_BD = last_map(net, pixels.flip(3).contiguous(memory_format=torch.channels_last))
-            assert mirrored is not None, "what is a mean over places for an image is one for its flip"
-            map_BCHW, vectors_BD = (map_BCHW + mirrored.flip(3)) / 2, (vectors_BD + of_mirrored_BD) / 2
+            map_BCHW = None if mirrored is None else (map_BCHW + mirrored.flip(3)) / 2
+            vectors_BD = (vectors_BD + of_mirrored_BD) / 2
     if map_BCHW is None:
         return occlusion(head.anomaly_score, images)
     # out of inference mode, for a score is free to do more than inference allows
