@@ -59,6 +59,8 @@ def export_model(
     format = _format(out, format, precision)
     check_writable(out)
     trained, about = open_model(model, progress=progress)
+    if precision != "fp32" and not about["preprocessing"]:
+        raise UserError(f"--precision {precision} is that of a network, and MODEL was fitted on vectors: use fp32")
     approximate = precision == "int8" or views is not None
     reference = trained if views is None else _with_views(trained, views)
     probes = _probes(trained, about["preprocessing"], calibrate, approximate, progress)
@@ -126,7 +128,7 @@ def _probes(
         loaded = load_images(opened.subset(some), **preprocessing, progress=progress)
         if approximate and len(loaded) < FEWEST_TO_CALIBRATE:
             raise UserError(f"--calibrate {calibrate}: {len(loaded)} images, at least {FEWEST_TO_CALIBRATE} are needed")
-        return Probes(loaded.images[: len(loaded)], "real", loaded.labels)
+        return Probes(loaded.images[0 : len(loaded)], "real", loaded.labels)
     if approximate:
         raise UserError(
             "--precision int8 and --views change the scores: name a SOURCE of images like those to be scored with "
