@@ -4,7 +4,7 @@ Shapes: N images. A higher score is more anomalous. The mix first takes what its
 the audit evenly from all the rest: that is what elsa.workspace.estimates needs to correct for the asking.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,13 @@ from elsa.errors import UserError
 
 AUDIT = "random audit"
 MIX = "mix"
+DIVERSE = "anomalous and different"
 AUDIT_SHARE = 0.2
-ALIKE = 0.9  # cosine of two images of which one tells about the other
+CERTAIN_SHARE = 0.2
+DEPTH = 0.2  # of all images, down the ranking: over each such stretch the weight of an image falls e times
+SPREAD = 2  # power of the distance to what is labelled: the higher, the less two questions are alike
+CANDIDATES = 1024
+MOST_COMPARED = 256  # labelled images
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class State:
     suspicion: NDArray | None = None
     """How little an image fits among those that are trained on as normal; the scores where nothing else is known."""
     embeddings: NDArray | None = None
-    """Unit vectors [N, D]; with them no two neighbours are asked for at once."""
+    """Unit vectors [N, D], by which the mix tells what is different."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Asked:
 
     index: int
     strategy: str
-    probability: float
+    probability: float | None
+    """None where nobody knows: a draw that depends on which others came before."""
 
 
 Ranking = Callable[[State, np.random.Generator], NDArray]
@@ -81,11 +87,8 @@ CERTAIN: dict[str, Ranking] = {
     "suspects": suspects,
     "one per prototype": one_per_prototype,
 }
-STRATEGIES = (MIX, *CERTAIN, AUDIT)
+STRATEGIES = (MIX, DIVERSE, *CERTAIN, AUDIT)
 """All names `ask` knows, the default first."""
-
-
-MIXED = ("most anomalous", "one per prototype", "nearest to the threshold", "most anomalous")
 
 
 def ask(state: State, strategy: str = MIX, count: int = 10, seed: int = 0) -> list[Asked]:
@@ -97,50 +100,63 @@ def ask(state: State, strategy: str = MIX, count: int = 10, seed: int = 0) -> li
     assert len(lengths) == 1, lengths
     assert np.isfinite(state.scores).all()
     generator = np.random.default_rng(seed)
-    count = min(count, int((~state.labelled).sum()))
-    audits = {MIX: _rounded(AUDIT_SHARE * count, generator), AUDIT: count}.get(strategy, 0)
-    names = MIXED if strategy == MIX else [name for name in CERTAIN if name == strategy]
-    taken = _in_turn(state, names, count - audits, generator)
     free = ~state.labelled
-    free[[one.index for one in taken]] = False
-    rest = np.flatnonzero(free)
-    drawn = generator.choice(rest, size=audits, replace=False)
-    return taken + [Asked(int(image), AUDIT, 1 / len(rest)) for image in drawn]
-
-
-def _in_turn(state: State, names: Sequence[str], count: int, generator: np.random.Generator) -> list[Asked]:
-    """The first unlabelled images of each ranking in turn, each image once; those like another one only if need be."""
-    if not names:
-        return []
-    queues = [(name, _unlabelled(CERTAIN[name](state, generator), state)) for name in names]
-    taken: list[Asked] = []
-    passed: list[Asked] = []
-    seen: set[int] = set()
-    while len(taken) < count and queues:
-        name, queue = queues.pop(0)
-        image = next((image for image in queue if image not in seen), None)
-        if image is None:
-            continue
-        seen.add(image)
-        one = Asked(image, name, 1.0)
-        if _like_another(state, image, taken):
-            passed.append(one)
-            queues.insert(0, (name, queue))
+    count = min(count, int(free.sum()))
+    parts = _mixed(count, generator) if strategy == MIX else {strategy: count}
+    asked: list[Asked] = []
+    for name, number in parts.items():
+        if name == AUDIT:
+            rest = np.flatnonzero(free)
+            drawn, chance = generator.choice(rest, size=number, replace=False).tolist(), 1 / max(1, len(rest))
+        elif name == DIVERSE:
+            drawn, chance = _different(state, free, number, generator), None
         else:
-            taken.append(one)
-            queues.append((name, queue))
-    return (taken + passed)[:count]
+            order = CERTAIN[name](state, generator)
+            drawn, chance = order[free[order]][:number].tolist(), 1.0
+        free[drawn] = False
+        asked += [Asked(image, name, chance) for image in drawn]
+    return asked
 
 
-def _unlabelled(order: NDArray, state: State) -> Iterator[int]:
-    return iter(order[~state.labelled[order]].tolist())
+def _mixed(count: int, generator: np.random.Generator) -> dict[str, int]:
+    """How many images each strategy of the mix asks for; the audit comes last, as the estimates need it."""
+    audits = _rounded(AUDIT_SHARE * count, generator)
+    certain = min(count - audits, _rounded(CERTAIN_SHARE * count, generator))
+    return {"most anomalous": certain, DIVERSE: count - audits - certain, AUDIT: audits}
 
 
-def _like_another(state: State, image: int, taken: Sequence[Asked]) -> bool:
-    if state.embeddings is None or not taken:
-        return False
-    others = state.embeddings[[one.index for one in taken]]
-    return bool((others @ state.embeddings[image]).max() > ALIKE)
+def _different(state: State, free: NDArray, count: int, generator: np.random.Generator) -> list[int]:
+    """Draws that favour high scores and images unlike all that are labelled or drawn: one of each kind of anomaly.
+
+    The scores choose a thousand candidates, with repetitions, and the distances choose among them, so that it takes
+    milliseconds however many images there are.
+    """
+    rank = np.empty(len(state.scores))
+    rank[most_anomalous(state, generator)] = np.arange(len(rank))
+    weight = np.where(free, np.exp(-rank / (DEPTH * len(rank))), 0.0)
+    taken: list[int] = []
+    while len(taken) < count:
+        candidates = generator.choice(len(weight), size=CANDIDATES, p=weight / weight.sum())
+        known = np.flatnonzero(state.labelled)
+        known = np.append(generator.permutation(known)[:MOST_COMPARED], taken).astype(np.int64)
+        far = _distance(state.embeddings, candidates, known)
+        for _ in range(count - len(taken)):
+            # The copy of a labelled image comes last, but it comes.
+            chance = np.where(weight[candidates] > 0, far.clip(min=1e-6) ** SPREAD, 0.0)
+            if not chance.any():
+                break
+            image = int(generator.choice(candidates, p=chance / chance.sum()))
+            taken.append(image)
+            weight[image] = 0.0
+            far = np.minimum(far, _distance(state.embeddings, candidates, np.array([image])))
+    return taken
+
+
+def _distance(embeddings: NDArray | None, images: NDArray, others: NDArray) -> NDArray:
+    """1 - cosine of each image to the nearest of the others; 1 where nobody can tell."""
+    if embeddings is None or not len(others):
+        return np.ones(len(images))
+    return 1 - (embeddings[images] @ embeddings[others].T).max(axis=1)
 
 
 def _rounded(number: float, generator: np.random.Generator) -> int:
