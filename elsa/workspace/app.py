@@ -8,6 +8,7 @@ import sys
 import webbrowser
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
 from elsa.errors import UserError
 from elsa.workspace.session import Session
@@ -41,14 +42,7 @@ SHOWN = {
     "flagged": "Above the threshold",
     "suspects": "Suspects",
 }
-ASK_FOR = {
-    "mix": "a mix of the below",
-    "most anomalous": "the most anomalous",
-    "nearest to the threshold": "close calls",
-    "suspects": "suspects",
-    "one per prototype": "one of every kind",
-    "random audit": "a random audit",
-}
+ASK_FOR = {"mix": "a mix of all", "nearest to the threshold": "close calls", "one per prototype": "one of every kind"}
 ORDERS = {"highest": "Most anomalous first", "lowest": "Least anomalous first", "name": "By name"}
 
 Token = Annotated[str, Field(min_length=8, max_length=80, pattern=r"^[\w-]+$")]
@@ -100,7 +94,7 @@ def make_app(session: Session, *, token: str | None = None, loopback: bool = Tru
             source=session.source.path.name or str(session.source.path),
             who=session.who,
             photos=session.source.kind in ("folder", "manifest"),
-            strategies={name: ASK_FOR[name] for name in STRATEGIES},
+            strategies={name: ASK_FOR.get(name, name) for name in STRATEGIES},
             shown=SHOWN,
             orders=ORDERS,
         )
@@ -194,26 +188,27 @@ def _fresh(content: Any) -> JSONResponse:
 def serve(
     session: Session, *, host: str, port: int, token: str | None, browser: bool, say: Callable[[str], None]
 ) -> None:
-    """Serve the page until the user ends it."""
+    """Serve the page until the user ends it; closes the session, too."""
     loopback = is_loopback(host)
-    if not loopback and not token:
-        raise UserError(
-            f"--host {host} lets others on the network open the page: add --token with a secret of your choice"
-        )
-    with _listen(host, port) as listening:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listening.getsockname()[1]}/" + (f"?token={token}" if token else "")
-        session.start()
-        say(f"The page is at {address} (Ctrl-C ends it; every label is kept)")
-        if browser:
-            webbrowser.open(address)
-        config = uvicorn.Config(
-            make_app(session, token=token, loopback=loopback), log_level="warning", access_log=False, lifespan="off"
-        )
-        try:
+    try:
+        if not loopback and not token:
+            raise UserError(
+                f"--host {host} lets others on the network open the page: add --token with a secret of your choice"
+            )
+        with _listen(host, port) as listening:
+            shown = f"[{host}]" if ":" in host else host
+            address = f"http://{shown}:{listening.getsockname()[1]}/" + (
+                f"?{urlencode({'token': token})}" if token else ""
+            )
+            session.start()
+            say(f"The page is at {address} (Ctrl-C ends it; every label is kept)")
+            if browser:
+                webbrowser.open(address)
+            app = make_app(session, token=token, loopback=loopback)
+            config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
             uvicorn.Server(config).run(sockets=[listening])
-        finally:
-            session.close()
+    finally:
+        session.close()
 
 
 def _listen(host: str, port: int) -> socket.socket:

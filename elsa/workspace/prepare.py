@@ -28,6 +28,7 @@ from elsa.output import write_whole
 from elsa.progress import Progress, silent
 
 CHUNK = 64  # images embedded between two notes on the disk: what a kill may cost
+LEAST_IMAGES = 40
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ def prepare(folder: Path, source: Source, encoder: Encoder, progress: Progress =
     before = _read_json(folder / "images.json")  # of the same workspace before files came or went
     decoding = Decoding(**before["decoding"]) if before else _chosen(folder, source, progress)
     loaded = load_images(source, **asdict(decoding), cache=folder / "images", memory_limit=0, progress=progress)
+    if len(loaded) < LEAST_IMAGES:
+        raise UserError(
+            f"SOURCE {source.path} has {len(loaded)} images that can be read: to learn what is normal it takes at "
+            f"least {LEAST_IMAGES}"
+        )
     assert isinstance(loaded.images, Shards), "memory_limit=0 puts every set into shards"
     position = {name: record for record, name in enumerate(source.names)}
     records = [position[name] for name in loaded.names]

@@ -13,6 +13,7 @@ Nothing is pre-trained and nothing is kept between jobs but the encoder, so that
 """
 
 import argparse
+import io
 import json
 import os
 import sqlite3
@@ -31,7 +32,7 @@ import numpy as np
 from elsa.data.sources import open_source
 from elsa.encoders import Encoder, parse_encoder
 from elsa.errors import UserError
-from elsa.head import ElsaHead
+from elsa.head import ElsaHead, HeadConfig
 from elsa.jobs import versions
 from elsa.output import write_whole
 from elsa.saved import save_model
@@ -40,6 +41,7 @@ from elsa.workspace.prepare import Prepared, prepare
 
 POLITENESS = 10  # of 19; a third of a core for it where the page and others want the rest
 FALSE_ALARMS = 0.05
+LEAST_PROTOTYPES = 13  # with fewer the loss 1/E is unbounded at the head's temperature
 PATIENCE = 60.0  # seconds a new process waits for the one of a killed page to notice that it is alone
 SECONDS_BETWEEN_NEWS = 0.2
 
@@ -70,7 +72,9 @@ def fit(folder: Path, prepared: Prepared, encoder: Encoder, job: Job, progress: 
         for row in job[word]:
             words[row] = word
     vectors_ND = prepared.vectors()
-    head = ElsaHead(encoder=encoder, progress=progress).fit(vectors_ND, words)
+    usual = HeadConfig().num_prototypes
+    prototypes = min(usual, max(LEAST_PROTOTYPES, len(words) // 3))  # of a small source half is held out
+    head = ElsaHead(encoder=encoder, progress=progress, num_prototypes=prototypes).fit(vectors_ND, words)
     progress("prototypes", 0, 1, {})
     _save_array(scores_file(folder, job["number"]), head.train_scores_.numpy())
     _save_array(prototypes_file(folder, job["number"]), head.prototype_of(vectors_ND).numpy().astype(np.int32))
@@ -98,8 +102,6 @@ def fit(folder: Path, prepared: Prepared, encoder: Encoder, job: Job, progress: 
 
 
 def _save_array(path: Path, array: np.ndarray) -> None:
-    import io
-
     file = io.BytesIO()
     np.save(file, array)
     write_whole(path, file.getvalue(), option="--workspace")

@@ -670,6 +670,8 @@ def open_session(
         encoder = f"mobilenet_v2:{find_mobilenet_v2()}"
     digest = encoder_sha256(encoder)
     opened = open_source(source, labels=labels)
+    if opened.kind == "vectors":
+        raise UserError(f"SOURCE {source} holds vectors, which nobody can look at: give the images they were made of")
     noted = _read_workspace(folder)
     here = os.path.realpath(source)
     if noted is not None and noted["source"] != here:

@@ -165,12 +165,12 @@ async function take(fresh) {
       say(`Model ${fresh.model} is in use.`);
       queue = queue.filter((item, i) => i <= at || item.word || item.strategy === "random audit");
     }
-    await fill();
+    await fill(true);
     await showChanged();
     if (view === "browse") browse(grid.offset);
     if (view === "models") showModels();
   } else if (view === "models" && before?.event !== fresh.event) showModels();
-  else if (!queue.length) await fill();
+  await fill();
 }
 
 function showWork() {
@@ -205,30 +205,33 @@ function showLearning() {
 }
 
 function showEstimates() {
-  $("estimates").replaceChildren(...state.estimates.map((one) => {
-    const row = make("div", { className: "estimate" }, make("span", { textContent: one.title }));
-    if (one.value === null) row.append(make("span", { className: "soft", textContent: "not yet" }), make("small", { textContent: one.reason }));
-    else {
-      const bar = make("i"), point = make("b");
-      bar.style.left = percent(one.low);
-      bar.style.width = percent(one.high - one.low);
-      point.style.left = percent(one.value);
-      row.append(
-        make("b", { textContent: percent(one.value) }),
-        make("div", { className: "range", "aria-hidden": "true" }, bar, point),
-        make("small", { textContent: `95% interval ${percent(one.low)} to ${percent(one.high)}` }),
-      );
-    }
-    return row;
-  }));
+  const stated = state.estimates.filter((one) => one.value !== null);
+  const rows = stated.map((one) => {
+    const bar = make("i"), point = make("b");
+    bar.style.left = percent(one.low);
+    bar.style.width = percent(one.high - one.low);
+    point.style.left = percent(one.value);
+    return make("div", { className: "estimate" },
+      make("span", { textContent: one.title }), make("b", { textContent: percent(one.value) }),
+      make("div", { className: "range", "aria-hidden": "true" }, bar, point),
+      make("small", { textContent: `95% interval ${percent(one.low)} to ${percent(one.high)}` }));
+  });
+  const lacking = state.estimates.filter((one) => one.value === null);
+  for (const reason of new Set(lacking.map((one) => one.reason))) {
+    const titles = lacking.filter((one) => one.reason === reason).map((one) => one.title);
+    rows.push(make("p", { className: "lacking" }, make("b", { textContent: titles.join("; ") }), `: not stated yet; ${reason}.`));
+  }
+  $("estimates").replaceChildren(...rows);
 }
 
+// Estimates of one model beside those of the one before; nothing where neither could be stated.
 function figures(before, now) {
   const shares = (one) => (one && one.value !== null ? percent(one.value) : "–");
-  const head = make("tr", {}, make("th", { scope: "col", textContent: "" }), make("th", { scope: "col", textContent: "before" }), make("th", { scope: "col", textContent: "now" }));
-  const rows = now.map((one, i) => make("tr", {},
+  const rows = now.flatMap((one, i) => (one.value === null && (before?.[i]?.value ?? null) === null ? [] : [make("tr", {},
     make("th", { scope: "row", textContent: one.title }),
-    make("td", { textContent: shares(before?.[i]) }), make("td", { textContent: shares(one) })));
+    make("td", { textContent: shares(before?.[i]) }), make("td", { textContent: shares(one) }))]));
+  if (!rows.length) return [];
+  const head = make("tr", {}, make("td"), make("th", { scope: "col", textContent: "before" }), make("th", { scope: "col", textContent: "now" }));
   return [make("thead", {}, head), make("tbody", {}, ...rows)];
 }
 
@@ -279,18 +282,18 @@ async function showModels() {
 
 async function fill(force) {
   if (asking || state?.phase !== "ready") return;
-  const ahead = queue.length - at;
-  if (!force && ahead > FEW_AHEAD) { showQueue(); return; }
+  if (!force && queue.length - at > FEW_AHEAD) return;
   asking = true;
   try {
     const strategy = encodeURIComponent($("strategy").value);
     const seed = crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
     const fresh = await call(`/api/queue?strategy=${strategy}&count=${state.batch + FEW_AHEAD}&seed=${seed}`);
     const known = new Set(queue.map((item) => item.name));
-    queue.push(...fresh.filter((item) => !known.has(item.name)));
+    const added = fresh.filter((item) => !known.has(item.name));
+    queue.push(...added);
+    if (added.length || !queue.length) showQueue();
   } catch (problem) { if (problem.status) trouble(problem.message); }
   asking = false;
-  showQueue();
 }
 
 function facts(item) {
@@ -300,7 +303,7 @@ function facts(item) {
 }
 
 function showQueue() {
-  at = Math.max(0, Math.min(at, queue.length - 1));
+  at = Math.max(0, Math.min(at, queue.length));  // one beyond the last while more is asked for
   const item = queue[at];
   $("strip").replaceChildren();
   for (const button of document.querySelectorAll("[data-word]")) {
@@ -312,7 +315,7 @@ function showQueue() {
   if (!item) {
     $("current").removeAttribute("src");
     $("current").alt = "";
-    $("current-name").textContent = "Every image has a label";
+    $("current-name").textContent = outbox.length || asking ? "Asking for more" : "Every image has a label";
     $("current-facts").textContent = $("current-why").textContent = "";
     return;
   }
@@ -350,7 +353,7 @@ function verdict(word) {
   item.word = word;
   if (state.counts) { state.pending += 1; }
   say(`${item.name}: ${word}`);
-  at = Math.min(at + 1, queue.length - 1);
+  at += 1;
   showQueue();
   fill();
 }
@@ -404,12 +407,14 @@ function showGrid() {
   $("grid").replaceChildren(...grid.items.map((item, i) => {
     const image = make("img", { alt: "", loading: "lazy", draggable: false });
     showImage(image, item.row, false);
-    const word = item.word || (item.given ? `${item.given} (source)` : "");
+    const word = item.word || (item.given ? `${item.given}, says the source` : "");
     const kind = item.word || item.given;
     const people = Object.entries(item.people).map(([who, said]) => `${who}: ${said}`).join(", ");
     const words = make("div", { className: "words" }, make("span", { className: "name", textContent: item.name, title: item.name }),
       make("span", { className: "line" }, make("span", { textContent: item.score.toFixed(2) })));
-    if (kind) words.lastChild.append(make("span", { className: `word ${kind}`, textContent: word === "conflict" ? "disagree" : word, title: people }));
+    if (kind) words.lastChild.append(make("span", {
+      className: `word ${kind}${item.word ? "" : " given"}`, textContent: kind === "conflict" ? "disagree" : kind, title: people || word,
+    }));
     if (item.word === "conflict") words.append(make("span", { className: "line", textContent: people }));
     const tile = make("li", {
       className: "tile", id: `tile-${i}`, role: "option", tabIndex: i === grid.focus ? 0 : -1, "aria-selected": "false",
@@ -508,7 +513,7 @@ function show(name) {
     browse(0);
   }
   if (name === "models") showModels();
-  if (name === "label") { showQueue(); fill(); }
+  if (name === "label") { if (queue.length) showQueue(); fill(); }
 }
 
 // ---- keys and clicks
