@@ -1,6 +1,6 @@
 """From what is known of a model and its images to a Report: what to show, in which order, and what to say about it.
 
-Nothing is read or written here, and however many images there are, at most about 400 pictures are shown.
+Nothing is read or written here, and however many images there are, at most 288 pictures are shown.
 """
 
 from collections import Counter

@@ -50,7 +50,7 @@ def explain_image(
     how = Decoding(**about["preprocessing"])
     try:
         with quiet_pillow():
-            pixels = torch.from_numpy(decode(image, how))
+            pixels = torch.from_numpy(decode(image, how).copy())  # Pillow lends its memory to be read
     except BrokenImageError as error:
         raise UserError(f"IMAGE {image}: {error}; give an image that can be read") from error
     space = space_of(detector)

@@ -16,7 +16,7 @@ from elsa.report.chart import Chart, draw_chart
 from elsa.report.histogram import Series, draw_histogram
 
 SMALLEST_SHOWN = 64  # pictures below this many pixels are enlarged with hard edges; smoothing 28 px shows only blur
-LARGEST_SENT = 144  # larger pictures are shrunk: 400 of them are 3 MB
+LARGEST_SENT = 144  # larger pictures are shrunk: 300 of them are 3 MB
 JPEG_QUALITY = 82
 
 
