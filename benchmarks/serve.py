@@ -343,52 +343,54 @@ async def open_loop(server: Server, requests: Sequence[bytes], seconds: float, r
 def capacity(kind: str, work: Path, seconds: float, rounds: int) -> list[dict[str, Any]]:
     """Served beside offline."""
     prepared = prepare(kind, work)
+    command = [sys.executable, "-c", OFFLINE, str(prepared.model), str(prepared.photos)]
+    with (
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        ) as offline,
+        serving(prepared.model, work / "serve.log") as server,
+    ):
+        return list(_capacity(kind, prepared, server, offline, seconds, rounds))
+
+
+def _capacity(
+    kind: str, prepared: Prepared, server: Server, offline: "subprocess.Popen[str]", seconds: float, rounds: int
+) -> Iterator[dict[str, Any]]:
     per_request = MODELS[kind][1]
     connections = 64 if per_request == 1 else 4
-    offline = subprocess.Popen(
-        [sys.executable, "-c", OFFLINE, str(prepared.model), str(prepared.photos)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
     assert offline.stdin is not None
     assert offline.stdout is not None
-    lines = []
-    with serving(prepared.model, work / "serve.log") as server:
-        for path, make in REQUESTS.items():
-            requests = make(prepared)
-            asyncio.run(closed_loop(server, requests, min(seconds, 5), connections))  # warm
-            alone, served, loads = [], [], []
-            for _ in range(rounds):
-                offline.stdin.write(f"{path} {seconds}\n")
-                offline.stdin.flush()
-                alone.append(float(offline.stdout.readline()))
-                load = asyncio.run(closed_loop(server, requests, seconds, connections))
-                assert set(load.answers) == {200}, load.answers
-                served.append(per_request * load.answers[200] / load.seconds)
-                loads.append(load)
-            ratio = statistics.median(one / other for one, other in zip(served, alone, strict=True))
-            lines.append(
-                {
-                    "what": "capacity",
-                    "model": kind,
-                    "path": path,
-                    "offline": "anomaly_score over decoded images" if path == "raw" else "decoding, then anomaly_score",
-                    "images_per_request": per_request,
-                    "connections": connections,
-                    "offline_images_per_s": round(statistics.median(alone), 1),
-                    "served_images_per_s": round(statistics.median(served), 1),
-                    "ratio": round(ratio, 3),
-                    "rounds": rounds,
-                    "seconds": seconds,
-                    "latency_median_s": round(statistics.median(loads[-1].latencies), 4),
-                    "client_cpu_cores": round(statistics.median(load.client_cpu for load in loads), 3),
-                    "server_cpu_cores": round(statistics.median(load.server_cpu for load in loads), 3),
-                    "needed": 0.9 if kind == "mobilenet" else 0.7,
-                    "met": ratio >= (0.9 if kind == "mobilenet" else 0.7),
-                }
-            )
-    offline.stdin.close()
-    offline.wait()
-    return lines
+    for path, make in REQUESTS.items():
+        requests = make(prepared)
+        asyncio.run(closed_loop(server, requests, min(seconds, 5), connections))  # warm
+        alone, served, loads = [], [], []
+        for _ in range(rounds):
+            offline.stdin.write(f"{path} {seconds}\n")
+            offline.stdin.flush()
+            alone.append(float(offline.stdout.readline()))
+            load = asyncio.run(closed_loop(server, requests, seconds, connections))
+            assert set(load.answers) == {200}, load.answers
+            served.append(per_request * load.answers[200] / load.seconds)
+            loads.append(load)
+        ratio = statistics.median(one / other for one, other in zip(served, alone, strict=True))
+        yield {
+            "what": "capacity",
+            "model": kind,
+            "path": path,
+            "offline": "anomaly_score over decoded images" if path == "raw" else "decoding, then anomaly_score",
+            "images_per_request": per_request,
+            "connections": connections,
+            "offline_images_per_s": round(statistics.median(alone), 1),
+            "served_images_per_s": round(statistics.median(served), 1),
+            "ratio": round(ratio, 3),
+            "rounds": rounds,
+            "seconds": seconds,
+            "latency_median_s": round(statistics.median(loads[-1].latencies), 4),
+            "client_cpu_cores": round(statistics.median(load.client_cpu for load in loads), 3),
+            "server_cpu_cores": round(statistics.median(load.server_cpu for load in loads), 3),
+            "needed": 0.9 if kind == "mobilenet" else 0.7,
+            "met": ratio >= (0.9 if kind == "mobilenet" else 0.7),
+        }
 
 
 def overload(kind: str, work: Path, seconds: float, path: str) -> list[dict[str, Any]]:
@@ -572,7 +574,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="capacity: turns of each")
     parser.add_argument("--path", choices=list(REQUESTS), default="jpeg", help="overload: what is sent")
     parser.add_argument("--cycles", type=int, default=100)
-    parser.add_argument("--connections", type=int, default=8, help="cycles: clients")
+    parser.add_argument("--connections", type=int, default=4, help="cycles: clients")
     parser.add_argument("--work", type=Path, help="where images, models and logs are kept; default: a temporary folder")
     parser.add_argument("--results", type=Path, help="append the lines to this file")
     asked = parser.parse_args()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elsa.encoders import BATCH
 from elsa.ship.serving.limits import Limits
 from elsa.ship.serving.loaded import Findings, Loaded
 
@@ -94,13 +95,19 @@ class Batcher:
             if not self._enough():
                 self.changed.wait_for(lambda: self._enough() or self.stopped, self.limits.max_wait / 1000)
             jobs = [self.waiting.popleft()]
-            images = len(jobs[0].images)
+            images, most = len(jobs[0].images), self._most(jobs[0])
             while self.waiting and self.waiting[0].model is jobs[0].model:
                 images += len(self.waiting[0].images)
-                if images > self.limits.max_batch:
+                if images > most:
                     break
                 jobs.append(self.waiting.popleft())
             return jobs
+
+    def _most(self, first: Job) -> int:
+        """How many images to score together: whole chunks where more than one waits, for chunks are filled up."""
+        waiting = len(first.images) + sum(len(job.images) for job in self.waiting)
+        together = min(waiting, self.limits.max_batch)
+        return together - together % BATCH if together > BATCH else together
 
     def _enough(self) -> bool:
         return sum(len(job.images) for job in self.waiting) >= self.limits.max_batch

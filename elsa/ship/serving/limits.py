@@ -15,7 +15,7 @@ BODIES_IN_MEMORY = 8  # of the largest size allowed; smaller ones, as many as fi
 class Limits:
     """Bounds on memory and time, whatever clients do."""
 
-    max_batch: int = 64
+    max_batch: int = 32
     """Images scored together."""
     max_wait: float = 5.0
     """Milliseconds that a batch waits for company."""
