@@ -366,6 +366,51 @@ def label(
     serve(session, host=host, port=port, token=token, browser=not no_browser, say=click.echo)
 
 
+@cli.group()
+def labels() -> None:
+    """Take the labels of a workspace out, and bring others in."""
+
+
+@labels.command("export")
+@click.argument("workspace", type=model_folder)
+@click.argument("file", type=new_path)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["csv", "parquet", "label-studio", "coco"]),
+    help="Default: from the suffix .csv or .parquet; .json may be either of the others.",
+)
+@click.option("--store", metavar="URL", help="postgresql://..., if the labels are not in the workspace.")
+def labels_export(workspace: Path, file: Path, kind: str | None, store: str | None) -> None:
+    """Write to FILE what people said about each image; its column `label` is what `elsa fit --labels` learns from.
+
+    Where people disagree the label is empty and `conflict` is true; all their words are in the file.
+    """
+    from elsa.workspace.exchange import export_labels
+    from elsa.workspace.store import open_existing
+
+    with open_existing(workspace, store) as opened:
+        count = export_labels(opened, file, kind)
+    click.echo(f"{count:,} labelled images written to {file}")
+
+
+@labels.command("import")
+@click.argument("workspace", type=model_folder)
+@click.argument("file", type=existing_file)
+@click.option("--who", default="import", show_default=True, metavar="NAME", help="Who said what has no name.")
+@click.option("--source", type=existing_path, metavar="SOURCE", help="Check the images. Default: the workspace's own.")
+@click.option("--store", metavar="URL", help="postgresql://..., if the labels are not in the workspace.")
+def labels_import(workspace: Path, file: Path, who: str, source: Path | None, store: str | None) -> None:
+    """Add the words of FILE: a table with columns path and label, Label Studio's JSON or COCO's.
+
+    Nothing is overwritten: where people disagree, that is told. The same file imported twice adds nothing.
+    """
+    from elsa.workspace.exchange import import_into
+
+    for line in import_into(workspace, file, who=who, source=source, store=store).lines():
+        click.echo(line)
+
+
 @cli.command()
 @click.argument("place", type=model_folder, metavar="MODEL|WORKSPACE")
 @click.option("--out", required=True, type=new_path, metavar="FILE.html", help="The report, one file.")
@@ -401,7 +446,7 @@ def report(place: Path, out: Path, source: Path | None, labels: Path | None, plo
     metavar="RATE",
     help="Share of normal images that may be called anomalies.  [default: 0.05]",
 )
-@click.option("--max-batch", default=64, show_default=True, metavar="N", help="Images scored together.")
+@click.option("--max-batch", default=32, show_default=True, metavar="N", help="Images scored together.")
 @click.option("--max-wait", default=5.0, show_default=True, metavar="MS", help="How long a batch waits for company.")
 @click.option("--queue", default=256, show_default=True, metavar="N", help="Images that may wait; beyond it 429.")
 @click.option("--max-body", default=32 << 20, show_default=True, metavar="BYTES", help="Of one request; beyond it 413.")

@@ -16,11 +16,13 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 
+from elsa.data.sources import open_source
 from elsa.data.tables import read_table
 from elsa.errors import UserError
 from elsa.output import write_whole
 from elsa.workspace.events import WORDS, Label, LabelEvent
-from elsa.workspace.store import Store
+from elsa.workspace.prepare import hash_payload, storable
+from elsa.workspace.store import Store, open_existing
 
 SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "label-studio": ".json", "coco": ".json"}
 FORMATS = tuple(SUFFIXES)
@@ -110,6 +112,30 @@ def import_labels(
     store.add(added)
     conflicts = [name for name, label in store.labels().items() if label.conflict]
     return Imported(len(added), already, list(unknown), sorted(conflicts))
+
+
+def import_into(
+    workspace: Path, file: Path, *, who: str = "import", source: Path | None = None, store: str | None = None
+) -> Imported:
+    """The same for a workspace folder; its own source, or the one given, tells the images and their hashes."""
+    with open_existing(workspace, store) as opened:
+        found = source or _source_of(workspace)
+        if found is None:
+            return import_labels(opened, file, who)
+        images = open_source(found)
+        row_of = {storable(name): row for row, name in enumerate(images.names)}
+        return import_labels(opened, file, who, list(row_of), lambda name: hash_payload(images.payload(row_of[name])))
+
+
+def _source_of(workspace: Path) -> Path | None:
+    """The source that workspace.json names."""
+    path = workspace / "workspace.json"
+    if not path.exists():
+        return None
+    try:
+        return Path(json.loads(path.read_text())["source"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); give --source") from error
 
 
 def read_words(path: Path, who: str) -> list[Word]:

@@ -180,6 +180,13 @@ def open_store(where: str | Path) -> Store:
     return Store(SqliteDatabase(path / DATABASE if path.is_dir() or not path.suffix else path))
 
 
+def open_existing(workspace: Path, store: str | None = None) -> Store:
+    """The store of a workspace that is there already: a mistyped folder does not become an empty one."""
+    if store is None and not (workspace / DATABASE).is_file():
+        raise UserError(f"WORKSPACE {workspace} holds no {DATABASE}: give the folder of `elsa label`, or its --store")
+    return open_store(store or workspace)
+
+
 def _insert(execute: Execute, event: LabelEvent) -> LabelEvent:
     """The event as stored: a new one, or the first that came with its token."""
     score, chance = (None if number is None else float(number) for number in (event.score, event.probability))

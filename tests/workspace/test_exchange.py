@@ -1,17 +1,25 @@
 """Labels out and in again, foreign files, and what is wrong with them in one line."""
 
 import csv
+import hashlib
 import json
+import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 from said import say
 
+from elsa.cli import run
+from elsa.data.sources import open_source
 from elsa.data.tables import read_table
 from elsa.errors import UserError
 from elsa.workspace.exchange import export_labels, import_labels
 from elsa.workspace.store import open_store
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
+from tiny_folder import make_photos
 
 FILES = {"csv": "labels.csv", "parquet": "labels.parquet", "label-studio": "labels.json", "coco": "labels.json"}
 ODD = 'sub/<b>Ünï</b>, "x";\n1.png'
@@ -202,3 +210,41 @@ def test_nothing_to_export_is_a_table_without_rows(store, tmp_path):
     assert import_labels(store, tmp_path / "l.csv").added == 0
     export_labels(store, tmp_path / "l.parquet")
     assert pyarrow.parquet.read_table(tmp_path / "l.parquet").num_rows == 0
+
+
+def run_elsa(capsys, *arguments):
+    code = run([str(argument) for argument in arguments])
+    return code, capsys.readouterr()
+
+
+def test_the_commands_take_labels_out_and_in(store, tmp_path, capsys):
+    """Images of the workspace's own source are known by path, and their bytes are noted."""
+    make_photos(tmp_path / "photos", count=40)
+    first, second, *_ = open_source(tmp_path / "photos").names
+    (tmp_path / "workspace" / "workspace.json").write_text(json.dumps({"source": str(tmp_path / "photos")}))
+    (tmp_path / "in.csv").write_text(f"path,label\n{first},anomaly\n{second},normal\nelsewhere.png,normal\n")
+    code, said = run_elsa(capsys, "labels", "import", tmp_path / "workspace", tmp_path / "in.csv", "--who", "ann")
+    assert (code, said.out.splitlines()) == (
+        0, ["2 labels added, 0 were there", "1 images are not in the source and were left out: 'elsewhere.png'"],
+    )  # fmt: skip
+    digest = hashlib.sha256((tmp_path / "photos" / first).read_bytes()).hexdigest()
+    assert store.labels()[first].event.sha256 == digest
+    code, said = run_elsa(capsys, "labels", "export", tmp_path / "workspace", tmp_path / "out.parquet")
+    assert (code, said.out) == (0, f"2 labelled images written to {tmp_path / 'out.parquet'}\n")
+    assert read_table(tmp_path / "out.parquet")["label"] == ["anomaly", "normal"]
+
+
+def test_a_mistyped_workspace_is_refused_and_not_made(tmp_path, capsys):
+    (tmp_path / "photos").mkdir()
+    code, said = run_elsa(capsys, "labels", "export", tmp_path / "photos", tmp_path / "out.csv")
+    assert (code, said.out) == (2, "")
+    assert "holds no elsa.db: give the folder of `elsa label`" in said.err
+    assert list((tmp_path / "photos").iterdir()) == []
+
+
+def test_a_damaged_note_of_the_source_is_told(store, tmp_path, capsys):
+    (tmp_path / "workspace" / "workspace.json").write_text("{")
+    (tmp_path / "in.csv").write_text("path,label\na.png,anomaly\n")
+    code, said = run_elsa(capsys, "labels", "import", tmp_path / "workspace", tmp_path / "in.csv")
+    assert code == 2
+    assert "workspace.json cannot be read" in said.err
