@@ -175,7 +175,9 @@ def from_scores(score: NDArray, y: NDArray, normal: int, kinds: str, rate: float
             rest = rest[y[rest] == (normal + 1) % 10]
         unlabelled = np.concatenate([chosen[: images - count], hidden])
         some = chosen[images - count :][:LABELS_OF_EACH_KIND]
-        estimate = estimate_contamination(score[unlabelled], score[some], score[rest[:LABELS_OF_EACH_KIND]])
+        estimate = estimate_contamination(
+            score[unlabelled], score[some], score[rest[:LABELS_OF_EACH_KIND]], representative=kinds == "nine"
+        )
         found.append(estimate)
         named = suspects(score[unlabelled], [""] * len(unlabelled), estimate.rate or 0.0)
         right.append((y[unlabelled[named]] != normal).mean() if len(named) else np.nan)

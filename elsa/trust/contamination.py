@@ -1,11 +1,11 @@
 """How many anomalies hide among the unlabelled images, with an interval that says what it rests on; and which.
 
 With labels of both kinds the estimate rests on two assumptions: the labelled images of a kind score like the hidden
-ones of that kind, and the log-odds of being an anomaly rise with the score along a straight line. Then the share at
-each score is p(s) = 1 / (1 + exp(-(a + b s))), its mean over the unlabelled images is the contamination, and the
-labelled images say which lines (a, b) are plausible: a labelled anomaly has density p(s) / rate relative to the
-unlabelled images, a labelled normal image (1 - p(s)) / (1 - rate). docs/trust.md has the coverage on simulated and real
-scores, and what no method can know.
+ones of that kind, and the log-odds of being an anomaly rise with the score along a line that may flatten as it rises.
+Then the share at each score is p(s) = 1 / (1 + exp(-(a + b s))), its mean over the unlabelled images is the
+contamination, and the labelled images say which lines are plausible: a labelled anomaly has density p(s) / rate relative
+to the unlabelled images, a labelled normal image (1 - p(s)) / (1 - rate). docs/trust.md has the coverage on simulated and
+real scores, and what no method can know.
 
 Shape suffixes: U distinct unlabelled scores, A offsets a, L labelled images, G rates on a grid.
 """
@@ -28,9 +28,9 @@ FINEST = 1.03  # bins of scores grow by 3% from the highest down: a rate of 2% i
 # A likelihood ratio is chi-square distributed only in the limit. With 50 labels of each kind its 95% cover 85 to 95% of
 # 100 simulated sets; a quarter more covers what it says (docs/trust.md).
 FINITE_SAMPLE = 1.25
-SLOPES = np.concatenate([[1e-3], np.geomspace(0.1, 50, 36)])  # log-odds per standard deviation of the scores
+SLOPES = np.concatenate([[1e-3], np.geomspace(0.1, 50, 27)])  # log-odds per standard deviation of the scores
 LOWEST = -20.0  # standard deviations; what scores lower is as normal as can be
-BENDS = (0.0, 0.15, 0.3)  # how much flatter the line gets with each standard deviation
+BENDS = (0.0, 0.2, 0.5)  # how much flatter the line gets with each standard deviation
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,12 @@ def estimate_contamination(
         return _excess(unlabelled, normals, confidence, f"that takes {missing} more labelled anomalies")
     if not representative:
         return _excess(unlabelled, normals, confidence, "that takes labelled anomalies of all the kinds that may hide")
-    rates_G, gains_G, spread_G = likelihood_of_rates(unlabelled, normals, anomalies)
+    rates_G, gains_G, _ = likelihood_of_rates(unlabelled, normals, anomalies)
+    hidden = LEAST_OF_EACH_KIND + rates_G[gains_G.argmax()] * len(unlabelled)
+    # The hidden anomalies are a sample themselves: 50 labelled ones compared with 50 hidden ones tell as much as 25
+    # compared with all there are.
+    weight = float(hidden / (hidden + len(anomalies)))
+    rates_G, gains_G, spread_G = likelihood_of_rates(unlabelled, normals, anomalies, weight)
     best = int(gains_G.argmax())
     plausible = np.flatnonzero(2 * (gains_G[best] - gains_G) <= FINITE_SAMPLE * chi2.ppf(confidence, 1))
     z = norm.isf((1 - confidence) / 2)
@@ -119,10 +124,12 @@ def suspects(scores: ArrayLike, words: Sequence[str | None], rate: float) -> NDA
     return ranked[: round(rate * len(ranked))]
 
 
-def likelihood_of_rates(unlabelled: NDArray, normals: NDArray, anomalies: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+def likelihood_of_rates(
+    unlabelled: NDArray, normals: NDArray, anomalies: NDArray, weight: float = 1.0
+) -> tuple[NDArray, NDArray, NDArray]:
     """Rates on a grid, the log-likelihood of each under its best line, and the spread of the true share around it.
 
-    The spread is that of a share that arose by chance among so many images.
+    `weight` is what a labelled anomaly counts. The spread is that of a share that arose by chance among so many images.
     """
     score_U, weight_U = _binned(unlabelled)
     centre, scale = np.median(unlabelled), _spread(unlabelled)
@@ -137,15 +144,17 @@ def likelihood_of_rates(unlabelled: NDArray, normals: NDArray, anomalies: NDArra
             rate_A = expit(a_A[:, None] + slope * s_U) @ weight_U
             rest_A = expit(-a_A[:, None] - slope * s_U) @ weight_U
             gain_A = log_expit(a_A[:, None] + slope * anomaly_L).sum(axis=1) - len(anomaly_L) * np.log(rate_A)
-            gain_A += log_expit(-a_A[:, None] - slope * normal_L).sum(axis=1) - len(normal_L) * np.log(rest_A)
-            odds_A = np.log(rate_A) - np.log(rest_A)  # the likelihood is nearly straight in them, so it is read off
+            gain_A = weight * gain_A + log_expit(-a_A[:, None] - slope * normal_L).sum(axis=1)
+            gain_A -= len(normal_L) * np.log(rest_A)
+            odds_A = np.log(rate_A) - np.log(rest_A)  # in these the likelihood is nearly straight
             gains_G = np.maximum(gains_G, np.interp(odds_G, odds_A, gain_A))
     return rates_G, gains_G, np.sqrt(rates_G * (1 - rates_G) / len(unlabelled))
 
 
 def bent(scores: NDArray, bend: float) -> NDArray:
     """Scores on a scale that gets finer by e^-bend with each standard deviation; the same order, the same at 0."""
-    return -np.expm1(-bend * np.maximum(scores, LOWEST)) / bend if bend else np.maximum(scores, LOWEST)
+    scores = np.maximum(scores, LOWEST)
+    return -np.expm1(-bend * scores) / bend if bend else scores
 
 
 def _excess(unlabelled: NDArray, normals: NDArray, confidence: float, takes: str) -> Contamination:

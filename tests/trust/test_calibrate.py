@@ -7,7 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elsa.errors import UserError
-from elsa.trust.calibrate import false_alarm_range, lowest_false_alarms, p_values, score_threshold, verdicts
+from elsa.trust.calibrate import (
+    discoveries,
+    false_alarm_range,
+    false_alarms_if_polluted,
+    least_discoveries,
+    lowest_false_alarms,
+    p_values,
+    score_threshold,
+    verdicts,
+)
 
 few_levels = st.lists(st.integers(0, 9), min_size=1, max_size=60)
 
@@ -116,3 +125,79 @@ def test_an_empty_calibration_set_is_refused():
 def test_a_score_that_is_not_a_number_never_passes_for_an_alarm():
     with pytest.raises(AssertionError, match="NaN"):
         p_values(torch.tensor([math.nan]), torch.zeros(3))
+
+
+def by_hand(p, fdr):
+    """Step up from the largest p-value, as Benjamini and Hochberg wrote it."""
+    order = sorted(range(len(p)), key=lambda i: p[i])
+    for k in range(len(p), 0, -1):
+        if p[order[k - 1]] <= fdr * k / len(p) + 1e-12:
+            return {i for i in range(len(p)) if p[i] <= p[order[k - 1]]}
+    return set()
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.sampled_from([0.01, 0.05, 0.1, 0.3, 0.9]))
+def test_discoveries_are_those_of_benjamini_and_hochberg(hundredths, fdr):
+    p = torch.tensor(hundredths, dtype=torch.float64) / 100
+    assert set(discoveries(p, fdr).nonzero().flatten().tolist()) == by_hand(p.tolist(), fdr)
+
+
+def test_discoveries_by_hand():
+    p = torch.tensor([0.9, 0.01, 0.04, 0.02, 0.03], dtype=torch.float64)
+    assert discoveries(p, 0.05).tolist() == [False, True, True, True, True]
+    assert discoveries(p, 0.0375).sum() == 0  # .01 > .0075, and so on up to .04 > .03
+    assert not discoveries(torch.ones(7), 0.1).any()
+    assert discoveries(torch.zeros(0), 0.1).tolist() == []
+
+
+def test_a_p_value_exactly_at_its_limit_counts():
+    p = torch.tensor([3 / 1000, *[1.0] * 99], dtype=torch.float64)
+    assert discoveries(p, 0.3).sum() == 1  # .3 * 1 / 100 is 3 / 1000, in floats a little less
+
+
+@pytest.mark.parametrize("polluted", [0.0, 0.1])
+def test_false_discoveries_stay_within_the_rate(polluted):
+    generator = torch.Generator().manual_seed(0)
+    shares, found = [], []
+    for _ in range(300):
+        hidden = round(polluted * 199)
+        calibration = torch.randn(199, generator=generator)
+        calibration[:hidden] += 4
+        scores = torch.randn(100, generator=generator)
+        scores[:30] += 4
+        called = discoveries(p_values(scores, calibration), 0.2)
+        shares.append(called[30:].sum().item() / max(1, called.sum().item()))
+        found.append(called[:30].double().mean().item())
+    error = np.std(shares) / math.sqrt(300)
+    assert np.mean(shares) <= 0.2 * 0.7 + 3 * error  # times the share of normal images in the batch
+    if not polluted:
+        assert np.mean(shares) >= 0.2 * 0.7 - 3 * error - 0.02  # and not wastefully so
+        assert np.mean(found) > 0.8
+
+
+def test_fewer_alarms_than_the_held_out_images_can_support_are_none():
+    """19 of them: no p-value is below .05, so among 100 images at a rate of .1 at least 50 must reach it."""
+    assert least_discoveries(19, 100, 0.1) == 50
+    p = torch.cat([torch.full((50,), 1 / 20, dtype=torch.float64), torch.ones(50)])
+    assert discoveries(p, 0.1).sum() == 50
+    assert discoveries(torch.cat([p[1:], torch.ones(1)]), 0.1).sum() == 0
+
+
+@pytest.mark.parametrize("rate", [0, 1, -0.1, math.nan])
+def test_a_rate_of_false_discoveries_outside_0_to_1_is_refused(rate):
+    with pytest.raises(UserError, match="--fdr"):
+        discoveries(torch.ones(3), rate)
+
+
+def test_false_alarms_with_a_polluted_calibration_set_lie_in_the_stated_range():
+    assert false_alarms_if_polluted(0.05, 0.0, 0.0) == (0.05, 0.05)
+    low, high = false_alarms_if_polluted(0.05, 0.0, 0.02)
+    assert (low, high) == (pytest.approx(0.03 / 0.98), 0.05)
+    assert false_alarms_if_polluted(0.05, 0.0, 0.3) == (0.0, 0.05)
+    assert false_alarms_if_polluted(0.05, 1.0, 1.0) == (0.0, 0.05)
+    with pytest.raises(UserError, match="low <= high"):
+        false_alarms_if_polluted(0.05, 0.3, 0.1)
+    uniform = (torch.arange(9800) + 0.5) / 9800  # of normal images; 200 anomalies lie above them all
+    limit = score_threshold(torch.cat([uniform, torch.full((199,), 2.0)]), 0.05)
+    assert (uniform > limit).double().mean() == pytest.approx(low, abs=2e-4)
