@@ -1,7 +1,7 @@
 """Which images to ask a person about next: strategies behind one function, each with the chance it gives an image.
 
-Shapes: N images. A higher score is more anomalous. The mix first takes what its certain strategies want and then draws
-the audit evenly from all the rest: that is what elsa.workspace.estimates needs to correct for the asking.
+Shapes: N images. A higher score is more anomalous. The mix first draws what is anomalous and different and then the
+audit, evenly from all the rest: that is what elsa.workspace.estimates needs to correct for the asking.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ AUDIT = "random audit"
 MIX = "mix"
 DIVERSE = "anomalous and different"
 AUDIT_SHARE = 0.2
-CERTAIN_SHARE = 0.2
 DEPTH = 0.2  # of all images, down the ranking: over each such stretch the weight of an image falls e times
 SPREAD = 2  # power of the distance to what is labelled: the higher, the less two questions are alike
 CANDIDATES = 1024
@@ -121,8 +120,7 @@ def ask(state: State, strategy: str = MIX, count: int = 10, seed: int = 0) -> li
 def _mixed(count: int, generator: np.random.Generator) -> dict[str, int]:
     """How many images each strategy of the mix asks for; the audit comes last, as the estimates need it."""
     audits = _rounded(AUDIT_SHARE * count, generator)
-    certain = min(count - audits, _rounded(CERTAIN_SHARE * count, generator))
-    return {"most anomalous": certain, DIVERSE: count - audits - certain, AUDIT: audits}
+    return {DIVERSE: count - audits, AUDIT: audits}
 
 
 def _different(state: State, free: NDArray, count: int, generator: np.random.Generator) -> list[int]:

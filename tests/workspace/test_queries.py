@@ -109,8 +109,8 @@ def test_the_audit_of_the_mix_is_drawn_evenly_from_what_the_others_leave():
         asked = ask(given, MIX, 10, seed)
         others = [one.index for one in asked[:8]]
         audit = asked[8:]
-        assert [one.strategy for one in asked] == ["most anomalous"] * 2 + [DIVERSE] * 6 + [AUDIT] * 2
-        assert [one.probability for one in asked] == [1.0] * 2 + [None] * 6 + [1 / 73] * 2
+        assert [one.strategy for one in asked] == [DIVERSE] * 8 + [AUDIT] * 2
+        assert [one.probability for one in asked] == [None] * 8 + [1 / 73] * 2
         left = ~given.labelled
         left[others] = False
         expected[left] += 2 / 73
