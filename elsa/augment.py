@@ -24,7 +24,7 @@ def draw(num_images: int, generator: torch.Generator) -> Tensor:
 
 def weak(images: Tensor, draws: Tensor, area_min: float, area_max: float) -> Tensor:
     """Random resized crop and flip, then colour jitter (0.4, 0.4, 0.4, 0.1) with p 0.8, then grey with p 0.2."""
-    if images.device.type == "cpu" and len(images) > CACHED:
+    if images.device.type == "cpu" and images.shape[0] > CACHED:  # not len(), which an export would take for fixed
         parts = zip(images.split(CACHED), draws.split(CACHED), strict=True)
         return torch.cat([weak(*part, area_min, area_max) for part in parts])
     x = _crop_and_flip(images, draws, area_min, area_max)
@@ -49,7 +49,7 @@ def two_views(images: Tensor, draws: Tensor, shifts: int, area_min: float, area_
 
 def one_view(images: Tensor, draws: Tensor, shifts: int, area_min: float, area_max: float) -> Tensor:
     """The same weak view of all images in all rotations, ordered by rotation: draws is one row."""
-    return rotations(weak(images, draws.expand(len(images), -1), area_min, area_max), shifts)
+    return rotations(weak(images, draws.expand(images.shape[0], -1), area_min, area_max), shifts)
 
 
 def plain(images: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _crop_and_flip(images: Tensor, draws: Tensor, area_min: float, area_max: flo
 def _sample_positions(size: int, scale_B: Tensor, offset_B: Tensor, flip_B: Tensor | None) -> Tensor:
     """Where in the input, in pixels, each output pixel's centre lies: [B, size]."""
     centre = (torch.arange(size, device=scale_B.device) + 0.5) / size
-    centre_BS = centre.expand(len(scale_B), size)
+    centre_BS = centre.expand(scale_B.shape[0], size)
     if flip_B is not None:
         centre_BS = torch.where(flip_B[:, None], 1 - centre_BS, centre_BS)
     return (offset_B[:, None] + centre_BS * scale_B[:, None]) * size - 0.5

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
+from elsa.augment import CACHED
 from elsa.data.load import load_images
 from elsa.data.sources import open_source
 from elsa.elsa import Elsa
@@ -142,7 +143,8 @@ def _probes(
 def _traced(detector: Detector, preprocessing: dict[str, Any], precision: str) -> tuple[ExportedProgram, str]:
     """The graph for batches of any length, and for images of any size where they are stretched; its input's name."""
     score = scoring_module(detector, TYPES[precision])
-    batch = {0: Dim("batch", min=1)}
+    # augmentation works on more images than fit its cache in parts: the graph is that of fewer, and serves any number
+    batch = {0: Dim("batch", min=1, max=CACHED if isinstance(detector, Elsa) else None)}
     if isinstance(detector, ElsaHead) and detector.encoder is None:
         graph, name = Graph(score, detector.calibration_, None), "vectors"
         sample = torch.zeros(3, detector.memory_MD_.shape[1])
