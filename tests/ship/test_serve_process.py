@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -15,10 +17,10 @@ from PIL import Image
 from served_model import make_model, pixels, png
 
 import elsa.ship.serve as module
-from elsa.cli import run
+from elsa.cli import cli, run
 from elsa.model_file import read_model, write_model
 from elsa.ship.serving.app import build_app
-from elsa.ship.serving.limits import Limits
+from elsa.ship.serving.limits import BODIES_IN_MEMORY, Limits
 from elsa.ship.serving.service import Service
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "benchmarks"))
@@ -41,7 +43,7 @@ def work(tmp_path_factory):
     return work
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(work):
     with benchmark.serving(work / "tiny-0" / "model", work / "serve.log") as server:
         yield server
@@ -146,6 +148,30 @@ def test_sighup_loads_the_folder_again_or_says_why_not(work, tmp_path):
         with connected(server) as connection:
             connection.sendall(question(pixels(1)[0]))
             assert answer_of(connection)[2]["model"]["id"] == other[1]["sha256_json"][:16]
+
+
+def test_what_the_page_says_is_so(server, work):
+    page = (Path(__file__).parent.parent.parent / "docs" / "serve.md").read_text()
+    [code] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    files = {"a.jpg": (work / "tiny-photos" / "0000.jpg").read_bytes(), "b.png": b""}
+    found = names["score"](files, f"http://127.0.0.1:{server.port}/score")
+    assert set(found[0]) == {"name", "score", "p_value", "verdict", "prototype"}
+    assert found[1] == {"name": "b.png", "error": "the file is empty (0 bytes)"}
+    limits = Limits()
+    assert BODIES_IN_MEMORY == 8
+    for words in (
+        f"`--queue` | {limits.queue} images",
+        f"`--max-body` | {limits.max_body >> 20} MiB a request, and eight times",
+        f"`--max-pixels` | {limits.max_pixels // 10**6} million",
+        f"`--timeout` | {limits.timeout:g} s",
+        f"| {limits.max_batch} images, {limits.max_wait:g} ms",
+        f"longer than {module.HEADERS_SECONDS:g} s",
+    ):
+        assert words in page
+    given = {parameter.name: parameter.default for parameter in cli.commands["serve"].params}
+    assert {name: given[name] for name in vars(limits)} == vars(limits)
 
 
 def test_capacity_in_short(work):
