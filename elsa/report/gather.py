@@ -3,7 +3,7 @@
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def model_facts(
     opened = open_source(source, labels=labels)
     found = audit(opened, progress)
     loaded = load_images(opened, **about["preprocessing"], cache=cache, progress=progress)
-    learned_from = hash_data(loaded) == about["data"]["sha256"]
+    learned_from = hash_data(loaded) == about["data"].get("sha256")
     seen = look(detector, loaded.images, progress)
     if learned_from and isinstance(detector, ElsaHead):
         # scored anew, each image would be its own neighbour
@@ -187,8 +187,19 @@ def judged(facts: Facts, detector: Any, about: dict[str, Any], progress: Progres
         return replace(facts, evaluation=evaluate(facts.scores, facts.labels), notes=[*facts.notes, note])
     if min(counts["normal"], counts["anomaly"]) < LEAST_OF_EACH_KIND:
         return replace(facts, notes=[*facts.notes, _too_few(counts)])
+    try:
+        return _judged_apart(facts, facts.vectors, about, progress)
+    except UserError as error:  # so few images that a head cannot do without a fifth of them
+        return replace(facts, notes=[*facts.notes, f"No figures by heads fitted anew: {error}."])
+
+
+def _judged_apart(
+    facts: Facts, vectors: Callable[[Sequence[int]], Tensor], about: dict[str, Any], progress: Progress
+) -> Facts:
+    """Figures, contamination, learning curve and unknown types, all by heads fitted without what they judge."""
+    words = np.asarray(facts.labels)
     rows = most_telling(list(facts.labels), JUDGED)
-    vectors_ND, kept = facts.vectors(rows), words[rows].tolist()
+    vectors_ND, kept = vectors(rows), words[rows].tolist()
     settings = about["detector"]["settings"]
 
     def build() -> ElsaHead:
@@ -198,7 +209,7 @@ def judged(facts: Facts, detector: Any, about: dict[str, Any], progress: Progres
     only = f" They look at {len(rows):,} of the images, labelled ones first." if len(rows) < len(words) else ""
     note = f"The figures come from five heads fitted anew, each judging images it has not learned from.{only}"
     facts = replace(facts, evaluation=evaluate(scores, kept), judged_apart=True, notes=[*facts.notes, note])
-    if counts[""]:
+    if (word_N == "").any():
         groups = (scores[word_N == word] for word in ("", "normal", "anomaly"))
         facts = replace(facts, contamination=estimate_contamination(*groups))
     curve = learning_curve(vectors_ND, kept, None, build, progress=progress)

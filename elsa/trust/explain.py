@@ -9,7 +9,7 @@ Shape suffixes: B images, C channels, P places, D features, K prototypes.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,10 +101,15 @@ def _maps(detector: Any, parts: list[Tensor]) -> Iterator[Tensor]:
     if isinstance(detector, ElsaHead) and detector.encoder is not None:
         yield from (_head_map(detector, part) for part in parts)
     elif isinstance(detector, Elsa):
-        net, score = fold_norms(detector.net_, detector.config), plain_score(detector)
+        net, score = _in_fp32(detector), plain_score(detector)
         yield from (both(occlusion(score, part), places_left_out(detector, net, part)) for part in parts)
     else:
         yield from (occlusion(detector.anomaly_score, part) for part in parts)
+
+
+def _in_fp32(detector: Elsa) -> Any:
+    """Its network for inference; what is asked of its feature maps is small differences."""
+    return fold_norms(detector.net_, replace(detector.config, precision="fp32"))
 
 
 def both(windows_BHW: Tensor, places_BHW: Tensor) -> Tensor:
@@ -255,7 +260,7 @@ def space_of(detector: Any) -> Space | None:
 
 @torch.no_grad()
 def _projections(detector: Elsa, images: Any) -> Tensor:
-    net = fold_norms(detector.net_, detector.config)
+    net = _in_fp32(detector)
     parts = [images[start : start + SCORED_AT_ONCE] for start in range(0, len(images), SCORED_AT_ONCE)]
     raw = [net(plain(part.to(detector.device)))[0].float().cpu() for part in parts]
     return normalize(torch.cat([detector.prototypes_.new_empty(0, detector.prototypes_.shape[1]).cpu(), *raw]), dim=1)

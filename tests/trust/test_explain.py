@@ -101,6 +101,15 @@ def test_falls_without_is_what_leaving_each_place_out_by_hand_gives():
                 torch.testing.assert_close(found[b, y, x], by_hand[0])
 
 
+def test_a_place_is_left_out_with_its_neighbours_and_the_rest_weighs_one():
+    made = torch.randn(1, C, H, W, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept = weights_without(H, W, 1.3)
+    found = falls_without(made, made.mean(dim=(2, 3)), lambda z: z[:, 0], spread=1.3)
+    for p in range(H * W):
+        without = sum(float(kept[p, q]) * float(made[0, 0].flatten()[q]) for q in range(H * W))
+        assert float(found.flatten()[p]) == pytest.approx(float(made[0, 0].mean()) - without)
+
+
 def test_the_place_that_makes_the_score_is_the_hottest():
     made = torch.zeros(B, C, H, W)
     made[0, 2, 1, 4], made[1, 2, 2, 0] = 9.0, 9.0
