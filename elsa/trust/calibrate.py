@@ -10,12 +10,15 @@ their held-out images are not independent but positively dependent, for which th
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from scipy.stats import beta
 from torch import Tensor
 
 from elsa.errors import UserError
+
+ROUNDING = 1e-12  # .1 * 3 / 100 is not exactly 3 / 1000 in floats, and equality has to count
 
 
 def p_values(scores: Tensor, calibration: Tensor) -> Tensor:
@@ -43,17 +46,41 @@ def discoveries(p: Tensor, fdr: float) -> Tensor:
 
     Benjamini and Hochberg: the k smallest p-values, for the largest k of which all are at most fdr * k / N.
     """
-    if not 0 < fdr < 1:
-        raise UserError(f"--fdr {fdr}: a share above 0 and below 1 is allowed, e.g. 0.1 for one false alarm in ten")
+    check_fdr(fdr)
     assert p.ndim == 1
     if not len(p):
         return torch.zeros(0, dtype=torch.bool)
     ordered = p.detach().cpu().double().sort().values
     rank = torch.arange(1, len(p) + 1, dtype=torch.float64)
-    # (n + 1) p is a whole number, but .1 * 3 / 100 is not exactly 3 / 1000: equality has to count
-    passing = (ordered <= fdr * rank / len(p) * (1 + 1e-12)).nonzero().flatten()
+    passing = (ordered <= fdr * rank / len(p) * (1 + ROUNDING)).nonzero().flatten()
     limit = ordered[passing[-1]] if len(passing) else -1.0
     return p.detach().cpu().double() <= limit
+
+
+def discovery_threshold(batches: Iterable[Tensor], calibration: Tensor, fdr: float) -> float:
+    """The score above which, strictly, `discoveries` calls an image; infinite if it calls none.
+
+    The scores may come in batches: only how many beat each held-out score is kept.
+    """
+    check_fdr(fdr)
+    ordered = _ordered(calibration)
+    at_level = torch.zeros(len(ordered) + 1, dtype=torch.long)
+    for scores in batches:
+        as_high = len(ordered) - torch.searchsorted(ordered, scores.detach().cpu().double())
+        at_level += torch.bincount(as_high, minlength=len(at_level))
+    called, total = at_level.cumsum(0), int(at_level.sum())
+    p = torch.arange(1, len(at_level) + 1, dtype=torch.float64) / len(at_level)
+    passing = ((called > 0) & (p <= fdr * called / max(1, total) * (1 + ROUNDING))).nonzero().flatten()
+    if not len(passing):
+        return math.inf
+    level = int(passing[-1])
+    return -math.inf if level == len(ordered) else float(ordered[len(ordered) - 1 - level])
+
+
+def check_fdr(fdr: float) -> None:
+    """Refuse what is not a share of false discoveries."""
+    if not 0 < fdr < 1:
+        raise UserError(f"--fdr {fdr}: a share above 0 and below 1 is allowed, e.g. 0.1 for one false alarm in ten")
 
 
 def least_discoveries(num_calibration: int, num_images: int, fdr: float) -> int:

@@ -3,9 +3,9 @@
 With labels of both kinds the estimate rests on two assumptions: the labelled images of a kind score like the hidden
 ones of that kind, and the log-odds of being an anomaly rise with the score along a line that may flatten as it rises.
 Then the share at each score is p(s) = 1 / (1 + exp(-(a + b s))), its mean over the unlabelled images is the
-contamination, and the labelled images say which lines are plausible: a labelled anomaly has density p(s) / rate relative
-to the unlabelled images, a labelled normal image (1 - p(s)) / (1 - rate). docs/trust.md has the coverage on simulated and
-real scores, and what no method can know.
+contamination, and the labelled images say which lines are plausible: a labelled anomaly has density p(s) / rate
+relative to the unlabelled images, a labelled normal image (1 - p(s)) / (1 - rate). docs/trust.md has the coverage on
+simulated and real scores, and what no method can know.
 
 Shape suffixes: U distinct unlabelled scores, A offsets a, L labelled images, G rates on a grid.
 """

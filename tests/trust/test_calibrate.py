@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from elsa.errors import UserError
 from elsa.trust.calibrate import (
     discoveries,
+    discovery_threshold,
     false_alarm_range,
     false_alarms_if_polluted,
     least_discoveries,
@@ -141,6 +142,18 @@ def by_hand(p, fdr):
 def test_discoveries_are_those_of_benjamini_and_hochberg(hundredths, fdr):
     p = torch.tensor(hundredths, dtype=torch.float64) / 100
     assert set(discoveries(p, fdr).nonzero().flatten().tolist()) == by_hand(p.tolist(), fdr)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(few_levels, few_levels, st.sampled_from([0.02, 0.1, 0.5, 0.9]), st.integers(1, 7))
+def test_a_threshold_over_batches_calls_what_discoveries_calls(calibration, scores, fdr, batch):
+    calibration, scores = torch.tensor(calibration).float(), torch.tensor(scores).float()
+    threshold = discovery_threshold(scores.split(batch), calibration, fdr)
+    assert torch.equal(scores > threshold, discoveries(p_values(scores, calibration), fdr))
+
+
+def test_no_scores_give_no_discoveries():
+    assert discovery_threshold([], torch.arange(3.0), 0.1) == math.inf
 
 
 def test_discoveries_by_hand():
