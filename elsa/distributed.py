@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from elsa.errors import UserError
 from elsa.nets import ConvNorm, Net, Norm
@@ -30,7 +31,11 @@ def join(device: str) -> str:
     if not dist.is_initialized():
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+        store, rank, count = next(rendezvous("env://", timeout=PATIENCE))
+        # torchrun keeps its store through a restart, and the addresses of processes that are gone in it
+        store = dist.PrefixStore(f"attempt {_restarts()}", store)
+        backend = "nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
     return device
 
 
@@ -52,7 +57,7 @@ def is_first() -> bool:
 
 def was_restarted() -> bool:
     """Whether torchrun started this process in the place of one that died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return _restarts() > 0
 
 
 @contextmanager
@@ -217,6 +222,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad[_rank()]
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _rank() -> int:

@@ -46,6 +46,7 @@ def _parser() -> OneLineParser:
     run.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is started")
     run.add_argument("--cifar10", type=Path, help="folder cifar-10-batches-bin")
     run.add_argument("--data", type=Path, help="folder of the other sets: what pack wrote, or as published")
+    run.add_argument("--engine", choices=["local", "ray"], default="local", help="ray: all of a cluster at once")
     run.add_argument("--encoders", type=Path, help="folder to keep pre-trained encoders in, so that none is made twice")
 
     repeat = commands.add_parser("repeat", help="fit one cell twice with one seed: how far do the scores differ?")
@@ -79,6 +80,8 @@ def _parser() -> OneLineParser:
 
 
 def _run(given: argparse.Namespace) -> str:
+    if given.engine == "ray":
+        return _run_on_ray(given)
     added = run_plan(
         given.plans,
         given.results,
@@ -90,6 +93,14 @@ def _run(given: argparse.Namespace) -> str:
         data=given.data,
         encoders=given.encoders,
     )
+    return f"{', '.join(given.plans)}: {added} cells added to {given.results}"
+
+
+def _run_on_ray(given: argparse.Namespace) -> str:
+    from elsa.bench.ray_run import run_plan_on_ray
+
+    settings, places = _settings(given), (given.data, given.encoders)
+    added = run_plan_on_ray(given.plans, given.results, given.cifar10, given.budget, given.device, settings, *places)
     return f"{', '.join(given.plans)}: {added} cells added to {given.results}"
 
 

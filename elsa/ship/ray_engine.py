@@ -3,6 +3,7 @@
 Every machine of the cluster must see MODEL, SOURCE and --out under the same names. Ray restarts what dies.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,8 @@ def connect() -> Any:
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "local")
         try:
-            ray.init(address=address, include_dashboard=False if address == "local" else None, log_to_driver=False)
+            dashboard = False if address == "local" else None  # a cluster has its own
+            ray.init(address=address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"RAY_ADDRESS={address}: {error}; start the cluster, or unset RAY_ADDRESS") from error
     return ray
@@ -43,11 +45,11 @@ def score_on_ray(job: Job, missing: list[int], workers: int) -> Iterator[int]:
     ray = connect()
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     shards = ray.data.from_items([{"shard": number} for number in missing], override_num_blocks=max(1, len(missing)))
     needs = {"num_cpus": 1} if job.device == "cpu" else {"num_gpus": 1}
-    scored = shards.map(
-        ShardScorer, fn_constructor_args=(job,), concurrency=min(workers, max(1, len(missing))), **needs
-    )
+    actors = ray.data.ActorPoolStrategy(size=min(workers, max(1, len(missing))))
+    scored = shards.map(ShardScorer, fn_constructor_args=(job,), compute=actors, **needs)
     try:
         for row in scored.iter_rows():
             yield int(row["rows"])

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "cli")]
-from tiny_folder import make_photos
+from PIL import Image
 from toy import toy_images
 
 from elsa import distributed
@@ -115,6 +113,13 @@ def one_process(rank, count, port, answers):
         answers.put((rank, traceback.format_exc()))
         raise
     answers.put((rank, {name: {k: v.numpy() for k, v in tensors.items()} for name, tensors in found.items()}))
+
+
+def make_photos(folder, count=48):
+    folder.mkdir()
+    for number, pixels in enumerate(toy_images(count, 6).permute(0, 2, 3, 1).numpy()):
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    return folder
 
 
 def free_port():
