@@ -39,19 +39,19 @@ def sure(row, word):
 
 
 def test_each_draw_counts_what_was_known_before_it_and_stands_for_the_rest():
-    # 13 images; 0 and 1 asked, then 2 and 3 drawn from 11; 4 asked, 5 drawn from the 8 that then were left.
+    # 13 images; 0 and 1 asked, 2 and 3 drawn from the other 11, answered in turn; 4 asked, 5 drawn from the 8 left.
     said = [
-        sure(0, "anomaly"), sure(1, "normal"), audit(2, "normal", 11), audit(3, "anomaly", 11),
+        audit(2, "normal", 11), sure(0, "anomaly"), audit(3, "anomaly", 11), sure(1, "normal"),
         sure(4, "anomaly"), audit(5, "normal", 8),
     ]  # fmt: skip
     events, labels = stored(said)
     sample = sample_of([name(row) for row in range(13)], np.arange(13.0), 2.5, events, labels)
-    assert sample.known.tolist() == [[1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]]
+    assert sample.known.tolist() == [[0, 1, 0, 1, 0, 0], [0, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 0]]
     assert sample.others.tolist() == [11, 11, 8]
     thirds = np.full((1, 3), 1 / 3)
-    np.testing.assert_allclose(sample.weights(thirds), [[1, 1, 4, 4, 1 / 3, 8 / 3]])
+    np.testing.assert_allclose(sample.weights(thirds), [[4, 1, 4, 1, 1 / 3, 8 / 3]])
     assert sample.weights(thirds).sum() == pytest.approx(13)
-    assert sample.above.tolist() == [False, False, False, True, True, True]
+    assert sample.above.tolist() == [False, False, True, False, True, True]
 
 
 def test_words_of_the_source_count_as_known_from_the_start_and_strangers_not_at_all():
@@ -143,6 +143,18 @@ def test_what_is_known_counts_for_itself_alone_and_leaves_the_rest_to_the_audit(
     assert found.share.low == pytest.approx(0.2)
     assert found.gamma_p.value == 0
     assert 0.05 < found.gamma_p.high < 0.25
+
+
+def test_a_perfect_ranking_reaches_to_the_top_and_a_useless_one_to_the_bottom():
+    def interval(sign):
+        said = [audit(row, "anomaly" if row < 20 else "normal", 900) for row in range(60)]
+        events, labels = stored(said)
+        return estimate([name(row) for row in range(900)], sign * np.arange(900.0), 0.0, events, labels).auroc
+
+    assert (interval(-1).value, interval(-1).high) == pytest.approx((1, 1))
+    assert (interval(1).value, interval(1).low) == pytest.approx((0, 0))
+    assert interval(-1).low > 0.7
+    assert interval(1).high < 0.3
 
 
 def test_intervals_shrink_as_labels_come():

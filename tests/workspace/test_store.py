@@ -6,7 +6,7 @@ import pytest
 from said import say
 
 from elsa.errors import UserError
-from elsa.workspace.events import SETTLE, LabelEvent
+from elsa.workspace.events import SETTLE, LabelEvent, Labels
 from elsa.workspace.store import open_store
 
 
@@ -150,6 +150,16 @@ def test_labels_follow_what_another_opening_of_the_store_adds(place):
         assert words(here) == {"a.png": "normal"}
         here.add([say("a.png", "anomaly")])
         assert words(there) == words(here) == {"a.png": "anomaly"}
+
+
+def test_events_taken_twice_count_once(store):
+    store.add([say("a.png", "normal")])
+    store.undo("ann", "u")
+    labels = Labels()
+    for _ in range(2):
+        labels.take(store.events())
+    assert labels.of == {}
+    assert labels.last == 2
 
 
 def test_all_is_there_after_closing(place):
