@@ -445,6 +445,19 @@ def test_ahead_makes_a_few_before_they_are_asked_for_and_stops_when_nobody_asks(
         list(ahead(failing(), 2))
 
 
+def test_the_commands_of_the_page_work(model, photos, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "bulk.md").read_text()
+    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("elsa score")]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "MODEL")
+    shutil.copytree(photos, "photos")
+    os.mkdir("parquet")
+    write_images(Path("parquet/a.parquet"), [png(1), png(2)])
+    ran = [run([*command, "--device", "cpu"]) for command in commands if "ray" not in command]
+    assert ran == [0, 0, 0]
+    assert sorted(os.listdir("scores")) == ["manifest.json", "part-00000.parquet"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the workers in /proc")
 def test_processes_killed_at_random_leave_the_rows_of_an_undisturbed_run(model, photos, tmp_path):
