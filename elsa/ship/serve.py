@@ -75,6 +75,7 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while serving; uvicorn's own version would end the process by the signal, not with code 0."""
+        self.loop = asyncio.get_running_loop()
         kinds = [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if os.name == "posix" else [])
         before = {kind: signal.signal(kind, self.handle_exit) for kind in kinds}
         try:
@@ -85,7 +86,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called between two instructions of whatever runs: everything is left to the event loop."""
-        self.service.batcher.loop.call_soon_threadsafe(self.on_signal, sig)
+        self.loop.call_soon_threadsafe(self.on_signal, sig)
 
     def on_signal(self, sig: int) -> None:
         """Act on a signal."""
@@ -98,7 +99,7 @@ class Server(uvicorn.Server):
         else:
             self.service.draining = True
             log.info("draining", extra={"fields": {"signal": signal.Signals(sig).name}})
-            self.service.batcher.loop.call_later(LAST_ORDERS, self.close)
+            self.loop.call_later(LAST_ORDERS, self.close)
 
     def close(self) -> None:
         """Stop listening, finish what was accepted."""

@@ -165,6 +165,17 @@ def test_admission_counts_places_and_guesses_when_to_come_again():
     assert large.value.status == 413
 
 
+def test_where_scoring_is_slow_fewer_may_wait_than_the_queue_holds():
+    admission = Admission(Limits(queue=100, timeout=10))
+    for _ in range(40):
+        admission.answered(4, 1.0)
+    for _ in range(20):  # 4 a second for half of 10 s
+        admission.enter(0)
+    with pytest.raises(Refusal) as busy:
+        admission.enter(0)
+    assert busy.value.status == 429
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.tuples(st.text(st.characters(min_codepoint=35, max_codepoint=90), max_size=5), st.binary()), max_size=4)

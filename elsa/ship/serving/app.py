@@ -262,7 +262,7 @@ def _inference_routes(app: FastAPI, service: Service) -> None:
         """What this server is."""
         return oip.about_server()
 
-    @app.get("/v2/health/live", response_model=Live)
+    @app.get("/v2/health/live", response_model=Live, responses={503: {"model": Live}})
     async def live() -> JSONResponse:
         """Whether to leave this process alone: false is for the orchestrator to restart it."""
         return JSONResponse({"live": service.batcher.alive}, 200 if service.batcher.alive else 503)

@@ -20,7 +20,7 @@ class Limits:
     max_wait: float = 5.0
     """Milliseconds that a batch waits for company."""
     queue: int = 256
-    """Images accepted and not answered yet; beyond it the answer is 429."""
+    """Images accepted and not answered yet, or as many as half the timeout suffices for; beyond it 429."""
     max_body: int = 32 << 20
     """Bytes of one request."""
     max_pixels: int = 50_000_000
@@ -68,7 +68,9 @@ class Admission:
 
     def grow(self, images: int) -> None:
         """Take more places, once it is known how many images a body holds."""
-        if self.images + images > self.limits.queue:
+        # Half the time for what waits: the rest is for a pace that falls, and nobody is promised what comes too late.
+        late = self.images > self.images_per_second * self.limits.timeout / 2 > 0
+        if late or self.images + images > self.limits.queue:
             raise self.busy()
         self.images += images
 

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from elsa.data.images import Decoding
 from elsa.data.parallel import available_cores
+from elsa.encoders import BATCH
 from elsa.errors import UserError
 from elsa.ship.serving.batcher import Batch, Batcher
 from elsa.ship.serving.bodies import Decoded, Sent, decode_all
@@ -45,6 +46,7 @@ class Service:
         self.admission = Admission(limits)
         self.accepted = self.answered = 0
         self.draining = False
+        self.reloading = asyncio.Lock()
         self.use(self.load())
 
     def load(self) -> Loaded:
@@ -61,7 +63,6 @@ class Service:
         """Start the threads; on the event loop."""
         self.batcher = Batcher(self.limits, self.batch_done)
         self.decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="elsa-decode")
-        self.reloading = asyncio.Lock()
 
     def stop(self) -> None:
         """Finish what was accepted and end the threads."""
@@ -129,7 +130,7 @@ class Service:
     def batch_done(self, batch: Batch) -> None:
         """Count a batch, and look for drift in it."""
         count = len(batch.findings.scores)
-        self.admission.answered(count, batch.seconds)
+        self.admission.answered(-(-count // BATCH) * BATCH, batch.seconds)  # what a full chunk would have held
         self.metrics.batch_images.observe(count)
         self.metrics.batch_seconds.observe(batch.seconds)
         for verdict in batch.findings.verdicts or [""] * count:
