@@ -167,7 +167,13 @@ def _session(payload: bytes, origin: str) -> Any:
     options.log_severity_level = 3
     try:
         return onnxruntime.InferenceSession(payload, options, providers=["CPUExecutionProvider"])
-    except (failures.InvalidProtobuf, failures.InvalidGraph, failures.Fail, failures.NotImplemented) as error:
+    except (
+        failures.InvalidProtobuf,
+        failures.InvalidArgument,
+        failures.InvalidGraph,
+        failures.Fail,
+        failures.NotImplemented,
+    ) as error:
         raise UserError(
             f"encoder {origin} is not an ONNX file that ONNX Runtime can run ({type(error).__name__}); "
             f"give one that holds its weights itself"

@@ -16,6 +16,7 @@ from elsa.elsa import Elsa
 from elsa.encoders import prepared
 from elsa.energy import ENSEMBLES
 from elsa.errors import UserError
+from elsa.graph_encoder import OnnxNet
 from elsa.head import ElsaHead
 from elsa.inference import fold_norms
 from elsa.seeds import generator
@@ -58,6 +59,11 @@ class HeadOnImages(HeadOnVectors):
     def __init__(self, head: ElsaHead, dtype: torch.dtype):
         super().__init__(head)
         assert head.encoder is not None
+        if isinstance(head.encoder.net, OnnxNet):
+            raise UserError(
+                f"MODEL's encoder is itself an ONNX file, {head.encoder.file}: only networks of torch can be exported; "
+                f"ship that file, and export a head fitted on its vectors"
+            )
         self.net, self.dtype = _of_type(head.encoder.inference_net, dtype), dtype
 
     def forward(self, images: Tensor) -> Tensor:
