@@ -198,14 +198,16 @@ def test_a_heat_map_has_the_shape_of_the_images_and_does_not_depend_on_the_batch
     assert found.shape == (len(images), 32, 32)
     assert found.dtype == torch.float32
     assert found.isfinite().all()
-    torch.testing.assert_close(heat_map(detector, images[-1:])[0], found[-1], rtol=1e-3, atol=1e-4)
+    alone, unit = heat_map(detector, images[-1:])[0], found[-1].std()
+    torch.testing.assert_close(alone / unit, found[-1] / unit, rtol=0.1, atol=0.1)
     assert heat_map(detector, images[:0]).shape == (0, 32, 32)
 
 
 def test_a_head_that_looks_at_the_flip_too_flips_its_map_back(head):
     image = stained(photos(1))
     found, mirrored = heat_map(head, image)[0], heat_map(head, image.flip(3))[0]
-    torch.testing.assert_close(mirrored, found.flip(1), rtol=1e-3, atol=1e-4)
+    unit = found.std()
+    torch.testing.assert_close(mirrored / unit, found.flip(1) / unit, rtol=0.02, atol=0.02)
 
 
 def test_the_falls_of_a_head_are_those_of_its_own_score(head):
@@ -335,5 +337,6 @@ def test_places_left_out_of_elsa_are_turned_back(scratch):
     image = stained(photos(1))
     found = places_left_out(scratch, net, image)
     turned = places_left_out(scratch, net, image.rot90(1, (2, 3)))
-    torch.testing.assert_close(turned, found.rot90(1, (1, 2)), rtol=1e-3, atol=1e-4)
-    assert found.std() > 0
+    unit = found.std()  # an untrained network's map is small, a tolerance must not swallow it
+    torch.testing.assert_close(turned / unit, found.rot90(1, (1, 2)) / unit, rtol=0.02, atol=0.02)
+    assert not torch.allclose(found.rot90(2, (1, 2)) / unit, found / unit, atol=0.5)
