@@ -340,3 +340,23 @@ def test_places_left_out_of_elsa_are_turned_back(scratch):
     unit = found.std()  # an untrained network's map is small, a tolerance must not swallow it
     torch.testing.assert_close(turned / unit, found.rot90(1, (1, 2)) / unit, rtol=0.02, atol=0.02)
     assert not torch.allclose(found.rot90(2, (1, 2)) / unit, found / unit, atol=0.5)
+
+
+def test_occlusion_is_the_mean_fall_over_the_windows_that_cover_a_pixel():
+    image = torch.randint(0, 256, (1, 1, 11, 13), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    weights = torch.randn(11, 13, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def score(images):
+        return (images[:, 0].double() * weights).sum(dim=(1, 2))
+
+    found, hidden = occlusion(score, image, cells=3, window=0.5)[0], blurred(image)
+    falls = [[[] for _ in range(13)] for _ in range(11)]
+    for rows in windows(11, 3, 0.5):
+        for columns in windows(13, 3, 0.5):
+            changed = image.clone()
+            changed[..., rows, columns] = hidden[..., rows, columns]
+            for y in range(rows.start, rows.stop):
+                for x in range(columns.start, columns.stop):
+                    falls[y][x].append(float(score(image) - score(changed)))
+    by_hand = torch.tensor([[sum(cell) / len(cell) for cell in row] for row in falls], dtype=torch.float64)
+    torch.testing.assert_close(found, by_hand)
