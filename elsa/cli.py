@@ -176,6 +176,12 @@ def fit(
     metavar="RATE",
     help="Share of normal images that may be called anomalies.  [default: 0.05]",
 )
+@click.option(
+    "--fdr",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="RATE",
+    help="Instead: share of false ones among all that are called anomalies (Benjamini-Hochberg).",
+)
 @click.option("--views", type=click.IntRange(1), metavar="N", help="Look at each image in fewer ways: faster, rougher.")
 @click.option(
     "--engine",
@@ -193,6 +199,7 @@ def score(
     source: str | Path,
     out: Path,
     false_alarms: float | None,
+    fdr: float | None,
     views: int | None,
     engine: str,
     workers: int | None,
@@ -215,6 +222,7 @@ def score(
             source,
             out,
             false_alarms=false_alarms,
+            fdr=fdr,
             device=device,
             progress=progress,
             engine=engine,

@@ -31,8 +31,8 @@ from elsa.output import check_writable
 from elsa.progress import Progress, silent
 from elsa.saved import Detector, open_model, save_model
 from elsa.ship.bulk import check_views, is_folder, score_in_bulk
-from elsa.ship.bulk_table import SCORED, Judge, write_ranked
-from elsa.trust.calibrate import score_threshold
+from elsa.ship.bulk_table import SCORED, Judge, Summary, write_ranked
+from elsa.trust.calibrate import check_fdr, discovery_threshold, least_discoveries, score_threshold
 from elsa.trust.metrics import Evaluation
 from elsa.trust.metrics import evaluate as evaluate_scores
 
@@ -111,6 +111,7 @@ def score_source(
     out: Path,
     *,
     false_alarms: float | None,
+    fdr: float | None = None,
     device: str,
     progress: Progress,
     engine: str = "local",
@@ -128,14 +129,20 @@ def score_source(
     check_views(detector, views)
     if views is not None and false_alarms is not None:
         raise UserError("--false-alarms with --views: the model was calibrated with all its views; leave out one")
+    if fdr is not None and (views is not None or false_alarms is not None):
+        other = "--false-alarms" if views is None else "--views"
+        raise UserError(f"--fdr with {other}: verdicts follow one rule, at all views of the model; leave out one")
     limit, note = _limit(detector.calibration_, false_alarms) if views is None else (None, [NO_CALIBRATION])
+    if fdr is not None:
+        check_fdr(fdr)
+        limit, note = None, []
     on_vectors, is_vectors = not about["preprocessing"], "://" not in str(source) and holds_vectors(Path(source))
     if on_vectors != is_vectors:
         kinds = ("images", "vectors")
         held, wanted = kinds[is_vectors], kinds[on_vectors]
         raise UserError(f"SOURCE {source} holds {held}, MODEL was fitted on {wanted}: give those")
     if is_vectors:
-        return [*note, *_score_vectors(detector, Path(source), out, limit)]
+        return [*note, *_score_vectors(detector, Path(source), out, limit, fdr)]
     found = score_in_bulk(
         model,
         source,
@@ -143,6 +150,7 @@ def score_source(
         detector=detector,
         about=about,
         limit=limit,
+        fdr=fdr,
         device=device,
         views=views,
         engine=engine,
@@ -151,7 +159,8 @@ def score_source(
         resume=resume,
         progress=progress,
     )
-    called = "no verdicts" if limit is None else f"{found.anomalies:,} called anomalies"
+    called = _called(found.anomalies, limit, fdr)
+    note += _too_many_for_fdr(found, len(detector.calibration_), fdr)
     return [
         *_broken_lines(found.broken, found.some_broken),
         *note,
@@ -160,18 +169,37 @@ def score_source(
     ]
 
 
-def _score_vectors(detector: Detector, source: Path, out: Path, limit: float | None) -> list[str]:
+def _called(anomalies: int, limit: float | None, fdr: float | None) -> str:
+    return "no verdicts" if limit is None and fdr is None else f"{anomalies:,} called anomalies"
+
+
+def _too_many_for_fdr(found: Summary, num_calibration: int, fdr: float | None) -> list[str]:
+    """Why nothing was called, where the held-out images are too few for so many scores."""
+    if fdr is None or found.anomalies or not found.scored:
+        return []
+    least = least_discoveries(num_calibration, found.scored, fdr)
+    return [
+        f"--fdr {fdr:g} called nothing: {least:,} of {found.scored:,} would have to beat all {num_calibration:,} "
+        f"held-out images; use a higher rate, or fit on more images"
+    ]
+
+
+def _score_vectors(detector: Detector, source: Path, out: Path, limit: float | None, fdr: float | None) -> list[str]:
     """Score a SOURCE of vectors, which memory holds, and write the table; what to tell the user about it."""
     opened = open_source(source)
     if is_folder(out):
         raise UserError(f"--out {out}: scores of vectors are written as one table; end the name with .csv or .parquet")
-    scores = detector.anomaly_score(load_images(opened).images).tolist()
+    scored = detector.anomaly_score(load_images(opened).images)
+    if fdr is not None:
+        limit = discovery_threshold([scored], detector.calibration_, fdr)
+    scores = scored.tolist()
     with tempfile.TemporaryDirectory(prefix="elsa-") as folder:
         shard = Path(folder) / "scored.parquet"
         pq.write_table(pa.table([opened.names, scores, [""] * len(scores)], schema=SCORED), shard)
         found = write_ranked(out, [shard], Judge(detector.calibration_, limit), Path(folder))
-    called = "no verdicts" if limit is None else f"{found.anomalies:,} called anomalies"
+    called = _called(found.anomalies, limit, fdr)
     return [
+        *_too_many_for_fdr(found, len(detector.calibration_), fdr),
         f"Scored {found.scored:,} vectors, {called}: {out}",
         *[f"  {row['score']:.4f}  {_show_p(row['p_value'])}  {row['path']}" for row in found.highest],
     ]

@@ -40,7 +40,8 @@ from elsa.output import whole_file, write_whole
 from elsa.progress import Progress
 from elsa.saved import Detector, open_model
 from elsa.ship.bulk_source import GO_ON, Origin, RemoteFile, Row, survey
-from elsa.ship.bulk_table import SCORED, Judge, Summary, write_ranked, write_shards
+from elsa.ship.bulk_table import SCORED, Judge, Summary, scores_of, write_ranked, write_shards
+from elsa.trust.calibrate import discovery_threshold
 
 FORMAT = 1
 SHARD_SIZE = 8192
@@ -97,6 +98,7 @@ def score_in_bulk(
     detector: Detector,
     about: dict[str, Any],
     limit: float | None,
+    fdr: float | None,
     device: str,
     views: int | None,
     engine: str,
@@ -114,7 +116,7 @@ def score_in_bulk(
         raise UserError(f"--out {out} holds other files; give the name of a new folder, or of a .csv or .parquet file")
     if noted is not None and noted["finished"]:
         _check_same(noted, about, survey(source, None), views, shard_size, manifest)
-        if noted["limit"] != limit:
+        if (noted["limit"], noted.get("fdr")) != (limit, fdr):
             raise UserError(f"--resume: {out} is finished, with other verdicts; choose another --out for new ones")
         shutil.rmtree(work, ignore_errors=True)
         return Summary(**noted["finished"])
@@ -125,11 +127,15 @@ def score_in_bulk(
             job = _begin(model, source, work, manifest, noted, about, views, shard_size, device)
             _score_missing(job, detector, engine, workers, progress)
             # with fewer views scores are others than those of the held-back images, which the model does not hold
-            judge = Judge(detector.calibration_ if views is None else None, limit)
+            if fdr is None:
+                judge = Judge(detector.calibration_ if views is None else None, limit)
+            else:
+                scored = map(torch.from_numpy, map(np.copy, scores_of(job.shards)))
+                judge = Judge(detector.calibration_, discovery_threshold(scored, detector.calibration_, fdr))
             if to_folder:
                 summary = write_shards(out, job.names, job.shards, judge)
                 begun = json.loads(manifest.read_bytes())
-                _write_json(manifest, {**begun, "limit": limit, "finished": asdict(summary)})
+                _write_json(manifest, {**begun, "limit": limit, "fdr": fdr, "finished": asdict(summary)})
             else:
                 summary = write_ranked(out, job.shards, judge, work)
         except (UserError, OSError) as error:
@@ -291,6 +297,7 @@ def _begin(
             "shard_size": job.shard_size,
             "shards": [{"file": name, "first": start, "stop": stop} for start, stop, name in ranges],
             "limit": None,
+            "fdr": None,
             "finished": None,
         }
         _write_json(manifest, told)
@@ -385,7 +392,7 @@ _scorers: list[Scorer] = []  # of this worker process: one
 
 
 def _start_worker(job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that waits for this one ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once and without a traceback
     parent = multiprocessing.parent_process()
     assert parent is not None
 
