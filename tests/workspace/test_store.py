@@ -1,6 +1,8 @@
 """The contract that both stores keep."""
 
+import doctest
 import threading
+from pathlib import Path
 
 import pytest
 from said import say
@@ -212,3 +214,9 @@ def test_threads_and_openings_at_once_lose_nothing_and_double_nothing(place):
         assert stored == answers
         assert len(stored) == 40
         assert len(one.labels()) == len(two.labels()) == 40
+
+
+def test_the_examples_of_the_docs_work():
+    page = Path(__file__).parents[2] / "docs" / "labels_store.md"
+    failed, tried = doctest.testfile(str(page), module_relative=False)
+    assert (failed, tried > 5) == (0, True)

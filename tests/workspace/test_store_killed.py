@@ -58,7 +58,7 @@ def write_until_killed(place, writers, rounds, seed):
 @pytest.mark.slow
 def test_every_acknowledged_label_is_there_exactly_once_after_kill_9(place):
     acknowledged = write_until_killed(place, writers=3, rounds=4, seed=0)
-    assert len(acknowledged) > 100
+    assert len(acknowledged) >= 3 * 4 * 3  # each writer of each round at least once, however busy the machine
     with open_store(place) as store:
         stored: dict[str, list[int]] = {}
         for event in store.events():
