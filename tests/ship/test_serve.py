@@ -384,7 +384,7 @@ def test_bodies_together_have_a_limit_too(small):
 
 
 def test_an_answer_that_takes_too_long_is_given_up_and_not_scored(small, monkeypatch):
-    service, client = small(timeout=0.3, max_wait=0)
+    service, client = small(timeout=1.5, max_wait=0)
     held = Held(monkeypatch)
     late = [background(lambda: client.post("/score", files=files(IMAGES[:1]))) for _ in range(2)]
     for thread, _ in late:

@@ -1,6 +1,7 @@
 """The parts of the service on their own: batches, admission, drift, metrics, the description in OpenAPI."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import warnings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from scipy.stats import ks_2samp
 from served_model import make_model, pixels, png
 
+from elsa.encoders import BATCH
 from elsa.ship.serving.app import build_app
 from elsa.ship.serving.batcher import Batch, Batcher
 from elsa.ship.serving.bodies import Sent, read_multipart
@@ -402,6 +404,22 @@ def test_with_tokens_the_description_says_so(tmp_path):
     assert described["security"] == [{"token": []}]
     assert "401" in described["paths"]["/score"]["post"]["responses"]
     assert "401" not in described["paths"]["/v2/health/live"]["get"]["responses"]
+
+
+def test_chunks_are_filled_up_to_one_size(tmp_path):
+    make_model(tmp_path / "bags")
+    loaded, sizes = load_for_service(tmp_path / "bags", None, 10**6), []
+
+    def look(images):
+        sizes.append(len(images))
+        return images[:, 0, 0, 0].double(), None
+
+    counted = dataclasses.replace(loaded, look=look)
+    for count, chunks in ((1, 1), (BATCH, 1), (BATCH + 1, 2)):
+        sizes.clear()
+        images = pixels(count)
+        assert counted.find(images).scores == images[:, 0, 0, 0].tolist()
+        assert sizes == [BATCH] * chunks
 
 
 def test_a_model_that_cannot_score_is_never_switched_to(tmp_path, monkeypatch):
