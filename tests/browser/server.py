@@ -33,7 +33,7 @@ class Server:
         )
         self.wait(until=lambda state: True)
 
-    def wait(self, seconds: float = 90, until=lambda state: state["phase"] == "ready") -> dict:
+    def wait(self, seconds: float = 240, until=lambda state: state["phase"] == "ready") -> dict:
         """The first state that is as wanted."""
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:

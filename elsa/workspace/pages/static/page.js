@@ -204,6 +204,20 @@ function showLearning() {
   $("refit").disabled = Boolean(work) || !state.pending;
 }
 
+// What all of the reasons ask for, once: "20 words from the random audit (3 so far), 10 known anomalies (7)".
+function needed(reasons) {
+  const wanted = new Map();
+  for (const reason of reasons) {
+    for (const [, most, what, now] of reason.matchAll(/([\d,]+) ([^,]+), there (?:are|is) ([\d,]+)/g)) {
+      const before = wanted.get(what);
+      if (!before || Number(most) > Number(before[0])) wanted.set(what, [most, now]);
+    }
+  }
+  if (!wanted.size) return reasons[0];
+  const parts = [...wanted].map(([what, [most, now]], i) => `${most} ${what} (${now}${i ? "" : " so far"})`);
+  return `For these it takes ${parts.join(", ")}.`;
+}
+
 function showEstimates() {
   const stated = state.estimates.filter((one) => one.value !== null);
   const rows = stated.map((one) => {
@@ -217,10 +231,9 @@ function showEstimates() {
       make("small", { textContent: `95% interval ${percent(one.low)} to ${percent(one.high)}` }));
   });
   const lacking = state.estimates.filter((one) => one.value === null);
-  for (const reason of new Set(lacking.map((one) => one.reason))) {
-    const titles = lacking.filter((one) => one.reason === reason).map((one) => one.title);
-    rows.push(make("p", { className: "lacking" }, make("b", { textContent: titles.join("; ") }), `: not stated yet; ${reason}.`));
-  }
+  rows.push(...lacking.map((one) => make("div", { className: "estimate" },
+    make("span", { textContent: one.title }), make("span", { className: "soft", textContent: "not yet" }))));
+  if (lacking.length) rows.push(make("p", { className: "lacking", textContent: needed(lacking.map((one) => one.reason)) }));
   $("estimates").replaceChildren(...rows);
 }
 
