@@ -14,6 +14,7 @@ One JSON line is appended for each run that is missing there, so a killed benchm
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -138,7 +139,8 @@ def run(pile: Pile, what: dict, missing: list[tuple[str, str, int]], results: Pa
             "anomalies": int((pile.truth[labelled] == "anomaly").sum()),
             "seconds": round(time.perf_counter() - began, 1),
         }
-        command = "python benchmarks/queries.py EMBEDDINGS LABELS " + " ".join(sys.argv[3:])
+        given = [word for word in sys.argv[3:] if word not in ("--results", str(results))]
+        command = "python benchmarks/queries.py EMBEDDINGS LABELS " + shlex.join(given)
         append_line(results, line | provenance("cpu") | {"command": command.strip()})
         print(line, flush=True)
 
