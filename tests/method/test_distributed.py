@@ -198,7 +198,7 @@ def test_work_is_divided_and_what_the_first_one_says_counts(processes):
 def test_a_fit_goes_on_after_one_of_its_processes_is_killed(tmp_path):
     """By torchrun, which starts all of them again; pre-training is behind them and is not repeated."""
     photos = make_photos(tmp_path / "photos")
-    settings = ["pretrain_epochs=2", "pretrain_batch=16", "finetune_epochs=30", "finetune_batch=16", "num_prototypes=8"]
+    settings = ["pretrain_epochs=2", "pretrain_batch=16", "finetune_epochs=15", "finetune_batch=16", "num_prototypes=8"]
     fit = ["-m", "elsa", "fit", str(photos), "--out", str(tmp_path / "m"), "--encoder", "tiny", "--device", "cpu"]
     fit += [word for setting in [*settings, "views=1"] for word in ("--set", setting)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]

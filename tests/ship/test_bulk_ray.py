@@ -26,23 +26,6 @@ def two_cores():
     ray.shutdown()
 
 
-def test_ray_writes_the_file_that_local_processes_write(two_cores, tmp_path, capsys):
-    (tmp_path / "photos").mkdir()
-    images = torch.randint(0, 256, (30, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    for number, pixels in enumerate(images.permute(0, 2, 3, 1).numpy()):
-        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:03}.png")
-    (tmp_path / "photos" / "007.png").write_bytes(b"torn")
-    settings = {"pretrain_epochs": 1, "finetune_epochs": 1, "num_prototypes": 8, "views": 1}
-    detector = Elsa(preset="cpu", **settings).fit(images, [""] * 30)
-    preprocessing = {"size": 32, "channels": 3, "resize": "stretch", "pixel_limit": 10_000_000}
-    save_model(detector, tmp_path / "m", {"preprocessing": preprocessing})
-    arguments = ["score", str(tmp_path / "m"), str(tmp_path / "photos"), "--device", "cpu", "--shard-size", "8"]
-    assert run([*arguments, "--out", str(tmp_path / "local.csv"), "--workers", "1"]) == 0
-    assert run([*arguments, "--out", str(tmp_path / "ray.csv"), "--engine", "ray"]) == 0
-    assert (tmp_path / "ray.csv").read_bytes() == (tmp_path / "local.csv").read_bytes()
-    assert "score 31/31" not in capsys.readouterr().err
-
-
 def test_ray_fills_a_plan_on_all_cores_and_no_cell_twice(two_cores, tmp_path, monkeypatch):
     cells = [Cell("kde", "cifar10", normal, None, 0.0, 0.1, seed) for seed in (0, 1) for normal in ("Car", "Bird")]
     real = elsa.bench.ray_run.run_plan
@@ -67,6 +50,24 @@ def test_ray_fills_a_plan_on_all_cores_and_no_cell_twice(two_cores, tmp_path, mo
         elsa.bench.ray_run.run_plan_on_ray(["small"], results, None, 1e9, "cuda", {})
     with pytest.raises(UserError, match="PLAN 'none' is unknown"):
         elsa.bench.ray_run.run_plan_on_ray(["none"], results, None, 1e9, "cpu", {})
+
+
+def test_ray_writes_the_file_that_local_processes_write(two_cores, tmp_path, capsys):
+    """The last one: Ray Data lets go of its actors, and of both cores, when Python's garbage collector finds them."""
+    (tmp_path / "photos").mkdir()
+    images = torch.randint(0, 256, (30, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for number, pixels in enumerate(images.permute(0, 2, 3, 1).numpy()):
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{number:03}.png")
+    (tmp_path / "photos" / "007.png").write_bytes(b"torn")
+    settings = {"pretrain_epochs": 1, "finetune_epochs": 1, "num_prototypes": 8, "views": 1}
+    detector = Elsa(preset="cpu", **settings).fit(images, [""] * 30)
+    preprocessing = {"size": 32, "channels": 3, "resize": "stretch", "pixel_limit": 10_000_000}
+    save_model(detector, tmp_path / "m", {"preprocessing": preprocessing})
+    arguments = ["score", str(tmp_path / "m"), str(tmp_path / "photos"), "--device", "cpu", "--shard-size", "8"]
+    assert run([*arguments, "--out", str(tmp_path / "local.csv"), "--workers", "1"]) == 0
+    assert run([*arguments, "--out", str(tmp_path / "ray.csv"), "--engine", "ray"]) == 0
+    assert (tmp_path / "ray.csv").read_bytes() == (tmp_path / "local.csv").read_bytes()
+    assert "score 31/31" not in capsys.readouterr().err
 
 
 def test_without_ray_one_line_says_what_to_install(monkeypatch):
