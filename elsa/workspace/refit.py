@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -117,6 +118,7 @@ class Worker:
         self.folder, self.tell = folder, tell
         self._command = [sys.executable, "-m", "elsa.workspace.refit", str(folder), str(source), encoder]
         self._process: subprocess.Popen[str] | None = None
+        self._listener: threading.Thread | None = None
         self._closing = False
         self._turn = threading.Lock()
 
@@ -129,11 +131,9 @@ class Worker:
                 self._start()
             assert self._process is not None
             assert self._process.stdin is not None
-            try:
+            with suppress(OSError):  # it has just died, which the listener is about to tell
                 self._process.stdin.write(json.dumps(job) + "\n")
                 self._process.stdin.flush()
-            except OSError:
-                pass  # it has just died, which its reader is about to tell
 
     @property
     def pid(self) -> int | None:
@@ -145,9 +145,9 @@ class Worker:
         with self._turn:
             self._closing = True
             process = self._process
-        if process is not None:
+        if process is not None and self._listener is not None:
             process.kill()
-            process.wait()
+            self._listener.join()
 
     def _start(self) -> None:
         log = open(self.folder / "refit.log", "w", encoding="utf-8", errors="replace")  # noqa: SIM115 (handed over)
@@ -160,14 +160,17 @@ class Worker:
             env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
         log.close()
-        threading.Thread(target=self._listen, args=[self._process], name="elsa-refit", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=[self._process], name="elsa-refit", daemon=True)
+        self._listener.start()
 
     def _listen(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None
         assert process.stdin is not None
-        with process.stdout, process.stdin:
+        with process.stdout:
             for line in process.stdout:
                 self.tell(json.loads(line))
+        with suppress(OSError):  # half a job may be left in the pipe of a process that died
+            process.stdin.close()
         code = process.wait()
         if not self._closing:
             lines = (self.folder / "refit.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -144,11 +145,12 @@ class Session:
         self.estimates: list[dict[str, Any]] = []
         self._dirty = threading.Event()
         self._closed = threading.Event()
+        self._estimator = threading.Thread(target=self._estimate_for_ever, name="elsa-estimates", daemon=True)
         self.worker = Worker(folder, source_path, encoder, self._hear)
 
     def start(self) -> None:
         """Go on where the workspace stands: prepare, fit, or show the last model at once."""
-        threading.Thread(target=self._estimate_for_ever, name="elsa-estimates", daemon=True).start()
+        self._estimator.start()
         prepared = find_prepared(self.folder, self.source, self._encoder_sha256)
         if prepared is None:
             self._send({"job": "prepare"}, "read images", len(self.source))
@@ -160,6 +162,8 @@ class Session:
         self._closed.set()
         self._dirty.set()
         self.worker.close()
+        if self._estimator.is_alive():
+            self._estimator.join()
         self.store.close()
         self._alone.close()
 
@@ -434,6 +438,12 @@ class Session:
 
     def _hear(self, news: News) -> None:
         """What the refit process says; runs in a thread that listens to it."""
+        try:
+            self._follow(news)
+        except UserError as error:  # a full disk, say: the page goes on and says so
+            self._fail(" ".join(str(error).split()))
+
+    def _follow(self, news: News) -> None:
         if "stage" in news:
             with self._lock:
                 if self._work is not None:
@@ -573,7 +583,8 @@ class Session:
                 view = self.view
             began = time.monotonic()
             if view is not None:
-                self.estimates = self._estimate(view)
+                with suppress(UserError):  # the store does not answer: those who label hear of it themselves
+                    self.estimates = self._estimate(view)
             # At most a fifth of a core, however many labels there are.
             self._closed.wait(max(SECONDS_BETWEEN_ESTIMATES, 4 * (time.monotonic() - began)))
 

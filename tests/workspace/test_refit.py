@@ -214,6 +214,7 @@ def test_the_refit_process_is_polite_and_pretrains_nothing(labelled):
     assert not list(labelled.folder.rglob("*checkpoint*"))
 
 
+@pytest.mark.slow
 def test_a_killed_refit_is_started_again_by_itself(labelled):
     before = labelled.state()["model"]
     say(labelled, ["parts/004.png", "parts/005.png", "parts/006.png", "parts/027.png"], "third")
@@ -239,6 +240,17 @@ def test_a_job_that_kills_every_process_is_given_up_with_its_last_words(labelled
     labelled._attempts, labelled._trouble = 0, ""
 
 
+def test_trouble_with_the_disk_is_shown_and_the_page_goes_on(labelled, monkeypatch):
+    def full(number):
+        raise UserError("cannot write: no space left;\nfree some space")
+
+    monkeypatch.setattr(labelled, "_take_model", full)
+    labelled._hear({"fitted": 77})
+    assert labelled.state()["trouble"] == "cannot write: no space left; free some space"
+    labelled._trouble = ""
+
+
+@pytest.mark.slow
 def test_the_refit_process_ends_with_the_page_that_started_it(tmp_path):
     import subprocess
     import sys
