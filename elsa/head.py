@@ -34,28 +34,30 @@ SCORED_AT_ONCE = 1024  # against 4,096 remembered images 16 MB of similarities
 LEARNED_FROM = 6144  # unlabelled images in a fit: similarities of all pairs take 150 MB
 USUAL_FALSE_SUSPECTS = 0.05  # of clean images the mixture below calls about so many suspects, as scores are skewed
 AS_GOOD_AS = 20  # labelled normals: what the usual share counts beside the one seen among labelled normals
+STEEP = 2.5  # bags with labels of nine kinds come out at 0, CIFAR-10's classes with labels of one kind above 0.9
+HANDFUL = 20  # labelled anomalies
 FEW = 5  # so many anomalies make the learned part weigh half
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Settings of ElsaHead, chosen on training images of CIFAR-10 (docs/robust.md)."""
+    """Settings of ElsaHead, chosen on training images of CIFAR-10 and on the bags of the demo (docs/robust.md)."""
 
     num_prototypes: int = 20
     """K of the spherical k-means, which tells neighbourhoods apart for `prototype_of`."""
     rank: int = 384
     """Directions of the embedding space that are kept: those in which normals and labelled anomalies lie."""
-    penalty: float = 3.0
+    penalty: float = 0.3
     """Price of the learned direction's squared norm, in mean squares of the embeddings."""
     floor: float = 1.0
     """Least variance the spread counts with, in mean variances: the higher, the rounder."""
-    iterations: int = 4
+    iterations: int = 2
     """Times the unlabelled images are searched for suspects and everything is fitted again; 0 takes all as normal."""
     memory: int = 4096
     """Most training images remembered as neighbours."""
     neighbour_tau: float = 0.03
     """Temperature of the neighbour energy; so low that it is about the distance to the nearest few."""
-    neighbour_weight: float = 0.25
+    neighbour_weight: float = 0.0
     """What neighbours and spread each weigh beside the learned part when the anomalies known are of many kinds."""
     neighbour_weight_one_kind: float = 0.6
     """The same when they are all of one kind: then the labels say little about the other kinds there may be."""
@@ -192,12 +194,15 @@ class ElsaHead:
         share_N = normal_N.double() / normal_N.sum()
         self.centre_ = share_N @ parts_N3
         self.scale_ = (share_N @ (parts_N3 - self.centre_).square()).sqrt().clamp(min=1e-6)
-        one_kind = likeness(y_NR, anomalous_N) if known else 1.0
+        labelled = label_N == ANOMALY
+        count = labelled.sum().item()
+        # a handful of labels says little, whatever it looks like; turned suspects are of the kinds that hide
+        one_kind = max(likeness(y_NR, labelled), 1 - count / HANDFUL) if known else 1.0
+        one_kind *= count / (count + (anomalous_N.sum().item() - count) / 2) if known else 1.0
         rest = config.neighbour_weight + one_kind * (config.neighbour_weight_one_kind - config.neighbour_weight)
-        count = anomalous_N.sum().item() if known else 0.0
-        self.weight_ = torch.tensor([count / (count + FEW), rest, rest], dtype=torch.float64)
-        if not known:
-            self.weight_[1:] = 1.0
+        evidence = anomalous_N.sum().item() if known else 0.0
+        use = [usefulness(parts_N3[:, k], labelled) for k in (1, 2)] if known else [1.0, 1.0]
+        self.weight_ = torch.tensor([evidence / (evidence + FEW), *(rest * u for u in use)], dtype=torch.float64)
         return parts_N3
 
     def _remember(self, z_ND: Tensor, y_NR: Tensor, learned_from: Tensor, anomalous_N: Tensor) -> None:
@@ -389,26 +394,24 @@ def suspicion(score_U: Tensor, known_K: Tensor, steps: int = 50) -> Tensor:
     return (r * (1 - false / r.mean().clamp(min=1e-9)).clamp(min=0)).float()
 
 
-def likeness(y_NR: Tensor, anomalous_N: Tensor) -> float:
-    """How much the anomalies are of one kind: 0 if no more alike than anomaly and normal are, 1 if as alike as normals.
+def usefulness(part_N: Tensor, is_anomaly_N: Tensor) -> float:
+    """How far a part tells the labelled anomalies from the rest: 0 up to an AUROC of .6, 1 from .8 on."""
+    rest = part_N[~is_anomaly_N].sort().values
+    places = [torch.searchsorted(rest, part_N[is_anomaly_N], right=right).double().mean() for right in (False, True)]
+    return min(max((torch.stack(places).mean().item() / len(rest) - 0.6) / 0.2, 0.0), 1.0)
 
-    One anomaly is of one kind.
+
+def likeness(y_NR: Tensor, is_anomaly_N: Tensor) -> float:
+    """How much the labelled anomalies are of one kind: 1 if each lies as near to another of them as to the rest.
+
+    Towards 0 as the nearest of the rest come nearer: then each is of a kind of its own. One anomaly is of one kind.
     """
-    if anomalous_N.sum() < 1.5 or (1 - anomalous_N).sum() < 1.5:
+    anomalies, rest = y_NR[is_anomaly_N], y_NR[~is_anomaly_N]
+    if len(anomalies) < 2:
         return 1.0
-    mean_a, mean_n = (w @ y_NR / w.sum() for w in (anomalous_N, 1 - anomalous_N))
-    across = (mean_a @ mean_n).item()
-    among_anomalies, among_normals = mean_similarity(y_NR, anomalous_N), mean_similarity(y_NR, 1 - anomalous_N)
-    if among_anomalies <= across or among_anomalies >= among_normals:
-        return float(among_anomalies > across)
-    return (among_anomalies - across) / (among_normals - across)
-
-
-def mean_similarity(y_NR: Tensor, weight_N: Tensor) -> float:
-    """The weighted mean product of two different ones; a sum over pairs without the N x N matrix."""
-    pairs = weight_N.sum().square() - weight_N.square().sum()
-    with_itself = (weight_N.square() * y_NR.square().sum(dim=1)).sum()
-    return (((weight_N @ y_NR).square().sum() - with_itself) / pairs).item()
+    among = (anomalies @ anomalies.T).fill_diagonal_(-torch.inf).amax(dim=1).mean().item()
+    across = (anomalies @ rest.T).amax(dim=1).mean().item()
+    return min(max(1 + STEEP * (among - across) / max(1 - across, 1e-6), 0.0), 1.0)
 
 
 def _calibration_candidates(label_N: Tensor) -> Tensor:
