@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
+from threadpoolctl import threadpool_limits
+
 from elsa.errors import UserError
 from elsa.workspace.session import Session
 
@@ -206,7 +208,9 @@ def serve(
                 webbrowser.open(address)
             app = make_app(session, token=token, loopback=loopback)
             config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", server_header=False)
-            uvicorn.Server(config).run(sockets=[listening])
+            # Small products only: threads that wait for each other beside a fit took ten times as long as one.
+            with threadpool_limits(limits=1, user_api="blas"):
+                uvicorn.Server(config).run(sockets=[listening])
     finally:
         session.close()
 

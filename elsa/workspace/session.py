@@ -410,7 +410,7 @@ class Session:
             self._undone.clear()
             self._shown_with, self._ranks = {}, {}
             self._work = None
-            self._embeddings = np.load(prepared.embeddings, mmap_mode="r")
+            self._embeddings = np.asarray(np.load(prepared.embeddings, mmap_mode="r"))
             self.prepared = prepared
         self._sync()
         self._adopt(prepared)
