@@ -200,8 +200,9 @@ class ElsaHead:
         one_kind = max(likeness(y_NR, labelled), 1 - count / HANDFUL) if known else 1.0
         one_kind *= count / (count + (anomalous_N.sum().item() - count) / 2) if known else 1.0
         rest = config.neighbour_weight + one_kind * (config.neighbour_weight_one_kind - config.neighbour_weight)
-        evidence = anomalous_N.sum().item() if known else 0.0
-        use = [usefulness(parts_N3[:, k], labelled) for k in (1, 2)] if known else [1.0, 1.0]
+        trust = min(1.0, count / HANDFUL)
+        evidence = trust * anomalous_N.sum().item() if known else 0.0
+        use = [max(usefulness(parts_N3[:, k], labelled), 1 - trust) if known else 1.0 for k in (1, 2)]
         self.weight_ = torch.tensor([evidence / (evidence + FEW), *(rest * u for u in use)], dtype=torch.float64)
         return parts_N3
 

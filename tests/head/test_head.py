@@ -491,8 +491,8 @@ def test_what_a_user_can_put_right_is_said(encoder):
     fitted = ElsaHead().fit(vectors, labels)
     cases = [
         (lambda: ElsaHead(tua=0.4), "no setting 'tua'; settings are: num_prototypes, rank"),
-        (lambda: ElsaHead(num_prototypes=10, tau=0.4), "tau=0.4 with num_prototypes=10"),
-        (lambda: ElsaHead(tau=math.nan), "tau=nan"),
+        (lambda: ElsaHead(penalty=math.nan), "penalty=nan"),
+        (lambda: ElsaHead(floor=0.0), "floor=0.0: must be finite and above 0"),
         (lambda: ElsaHead(num_prototypes=0), "num_prototypes=0"),
         (lambda: ElsaHead(rank=0), "rank=0: must be finite and at least 1"),
         (lambda: ElsaHead(iterations=-1), "iterations=-1"),
@@ -500,8 +500,6 @@ def test_what_a_user_can_put_right_is_said(encoder):
         (lambda: ElsaHead(neighbour_weight=math.inf), "neighbour_weight=inf"),
         (lambda: ElsaHead(neighbour_weight_one_kind=math.nan), "neighbour_weight_one_kind=nan"),
         (lambda: ElsaHead(neighbour_tau=0.0), "neighbour_tau=0.0"),
-        (lambda: ElsaHead(suspects=0.6), "suspects=0.6: must be between 0 and 0.5"),
-        (lambda: ElsaHead(normal_share=1.1), "normal_share=1.1"),
         (lambda: ElsaHead(views="mirror"), "views='mirror'"),
         (lambda: ElsaHead(num_prototypes=400).fit(vectors, labels), "num_prototypes=400 exceeds the"),
         (lambda: ElsaHead().fit(pictures(0), LABELS), "has no encoder: pass encoder="),
