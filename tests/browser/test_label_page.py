@@ -180,6 +180,20 @@ def test_a_killed_refit_is_done_again(server, page, garments):
     assert sum(state["counts"].values()) == sum(before["counts"].values()) + 10 - before["pending"]
 
 
+def test_estimates_appear_once_the_audit_supports_them(server, page, garments):
+    page.goto(server.url)
+    page.wait_for_selector("#view-label:not([hidden]) #current[src]")
+    page.select_option("#strategy", "random audit")
+    page.wait_for_function("() => document.getElementById('current-why').textContent.includes('random audit')")
+    label(page, garments, 24)
+    share = "Anomalies among all images"
+    state = server.wait(until=lambda state: all(one["value"] is not None for one in state["estimates"][:2]))
+    found = next(one for one in state["estimates"] if one["title"] == share)
+    assert found["low"] < OTHERS / (BAGS + OTHERS) < found["high"]
+    page.wait_for_selector(f".estimate:has-text('{share}') .range")
+    server.wait(until=lambda state: not state["work"])
+
+
 def test_many_at_once_with_the_keyboard_alone(server, page, garments):
     page.goto(server.url)
     page.wait_for_selector("#view-label:not([hidden]) #current[src]")
