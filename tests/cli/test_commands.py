@@ -30,7 +30,8 @@ def rows_of(path):
 def test_the_commands_and_their_main_options_are_these():
     """Scripts rely on them."""
     names = {name: {o for p in command.params for o in p.opts} for name, command in cli.commands.items()}
-    assert list(names) == ["demo", "data", "fit", "score", "evaluate", "bench"]
+    people = ["demo", "data", "fit", "score", "evaluate", "explain", "label", "labels", "report"]
+    assert list(names) == [*people, "export", "serve", "bench"]
     assert names["demo"] >= {"--out", "--from-scratch"}
     assert names["fit"] >= {"source", "--labels", "--out", "--method", "--encoder", "--size", "--set", "--seed"}
     assert names["fit"] >= {"--device", "--resume"}
