@@ -6,12 +6,15 @@ DIR.found/; once mended, it belongs into fuzz/corpus/TARGET, which the tests rep
 """
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
 import atheris
 
 HERE = Path(__file__).parent
+# A Parquet page may lie about its size: pyarrow takes up to 2 GB for it before it refuses the file (docs/security.md).
+MEMORY_MB = {"source": 3072, "labels": 3072, "imported": 3072}
 sys.path.insert(0, str(HERE.parent))
 with atheris.instrument_imports(include=["elsa", "fuzz", "PIL"]):
     from fuzz.seeds import seeds

@@ -1,5 +1,6 @@
 """Valid inputs for every target, small and made here: what a mutant starts from."""
 
+import base64
 import io
 import json
 import tempfile
@@ -36,6 +37,8 @@ def seeds() -> dict[str, list[bytes]]:
         "model": _models(),
         "checkpoint": [_checkpoint()],
         "weights": _weights(),
+        "http": _bodies(),
+        "imported": _imports(tables),
     }
 
 
@@ -107,3 +110,44 @@ def _weights() -> list[bytes]:
     with zipfile.ZipFile(file) as archive:
         inside = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         return [file.getvalue(), archive.read(inside)]
+
+
+def _bodies() -> list[bytes]:
+    """A form, a JSON body, and the Open Inference Protocol with and without binary data."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    picture = file.getvalue()
+    part = b'Content-Disposition: form-data; name="images"; filename="a.png"\r\nContent-Type: image/png\r\n\r\n'
+    form = b"--elsa\r\n" + part + picture + b"\r\n--elsa--\r\n"
+    encoded = base64.b64encode(picture).decode()
+    plain = {"images": [{"data": encoded, "name": "a.png"}]}
+    tensor = {"name": "images", "shape": [1, 3, 2, 2], "datatype": "UINT8", "data": list(range(12))}
+    files = {"name": "images", "shape": [1], "datatype": "BYTES", "data": [encoded]}
+    binary = {"name": "images", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": len(picture) + 4}}
+    sent = json.dumps({"inputs": [binary], "outputs": [{"name": "score"}]}).encode()
+    return [
+        bytes([0]) + form,
+        bytes([1]) + json.dumps(plain).encode(),
+        bytes([2]) + json.dumps({"inputs": [tensor], "id": "x"}).encode(),
+        bytes([2]) + json.dumps({"inputs": [files]}).encode(),
+        bytes([3]) + len(sent).to_bytes(2, "little") + sent + len(picture).to_bytes(4, "little") + picture,
+    ]
+
+
+def _imports(tables: list[bytes]) -> list[bytes]:
+    """Tables, Label Studio's tasks, COCO's tags."""
+    choice = {"value": {"choices": ["anomaly"]}, "from_name": "label", "to_name": "image", "type": "choices"}
+    task = [{"id": 1, "data": {"image": "a.png"}, "annotations": [{"result": [choice], "completed_by": 1}]}]
+    coco = {
+        "images": [{"id": 1, "file_name": "a.png"}],
+        "categories": [{"id": 1, "name": "normal"}],
+        "annotations": [{"id": 1, "image_id": 1, "category_id": 1}],
+    }
+    texts = [json.dumps(task).encode(), json.dumps(coco).encode()]
+    return [
+        bytes([0]) + tables[0],
+        bytes([1]) + tables[3],
+        bytes([2]) + texts[0],
+        bytes([2]) + texts[1],
+        bytes([3]) + tables[2],
+    ]

@@ -28,9 +28,14 @@ from elsa.errors import UserError
 from elsa.mobilenet import read_mobilenet_v2
 from elsa.model_file import digest_of, read_checkpoint, read_model
 from elsa.saved import open_model, save_model
+from elsa.ship.serving.bodies import decode_all, read_score_body
+from elsa.ship.serving.limits import Refusal
+from elsa.ship.serving.open_inference import read_images, split_body, wanted_outputs
+from elsa.workspace.exchange import read_words
 
 # As `elsa serve` has them: an image of 200 million pixels, which a person's own folder may hold, takes over 1 GB.
 PIXELS = 10_000_000
+IMPORTS = (".csv", ".parquet", ".json", ".jsonl")
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet", ".npz")
 SAMPLE = 3
 
@@ -160,6 +165,35 @@ def weights(content: bytes) -> None:
             read_mobilenet_v2(path)
 
 
+def http(content: bytes) -> None:
+    """The body of a request to the service; the first byte chooses the address and the content type."""
+    if not content:
+        return
+    body, choice, how = content[1:], content[0] % 4, Decoding(32, 3, pixel_limit=PIXELS)
+    with quiet_pillow(), suppress(Refusal):
+        if choice < 2:
+            kind = ("multipart/form-data; boundary=elsa", "application/json")[choice]
+            sent = read_score_body(body, kind)
+        else:
+            header = str(int.from_bytes(body[:2], "little")) if choice == 3 else None
+            asked, binary = split_body(body[2:] if header else body, header)
+            wanted_outputs(asked)
+            sent = read_images(asked, binary, how)
+        decoded = decode_all(sent, how)
+        assert len(decoded.names) == len(sent) == len(decoded.places) + len(decoded.broken)
+
+
+def imported(content: bytes) -> None:
+    """A file of labels from elsewhere; the first byte chooses the suffix."""
+    if not content:
+        return
+    path = _folder() / f"imported{IMPORTS[content[0] % len(IMPORTS)]}"
+    path.write_bytes(content[1:])
+    with suppress(UserError):
+        words = read_words(path, "somebody")
+        assert {word.label for word in words} <= {"normal", "anomaly", "unsure", ""}
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "image": image,
     "source": source,
@@ -167,4 +201,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "model": model,
     "checkpoint": checkpoint,
     "weights": weights,
+    "http": http,
+    "imported": imported,
 }
