@@ -36,13 +36,10 @@ def main() -> None:
         (given.corpus / f"seed-{number}").write_bytes(content)
         TARGETS[given.target](content)  # imports and caches are no input's fault
     kept = HERE / "corpus" / given.target
-    limits = [
-        f"-timeout={given.timeout}",
-        "-report_slow_units=5",
-        "-rss_limit_mb=1024",
-        "-malloc_limit_mb=1024",
-        "-max_len=65536",
-    ]
+    memory = MEMORY_MB.get(given.target, 1024)
+    logging.disable()  # a library's remarks on each mutant
+    memories = [f"-rss_limit_mb={memory}", f"-malloc_limit_mb={memory}"]
+    limits = [f"-timeout={given.timeout}", "-report_slow_units=5", "-max_len=65536", *memories]
     options = [f"-max_total_time={given.seconds}", "-print_final_stats=1", f"-artifact_prefix={found}/"]
     folders = [str(given.corpus), *([str(kept)] if kept.is_dir() else [])]
     atheris.Setup([sys.argv[0], *limits, *options, *folders], TARGETS[given.target])
