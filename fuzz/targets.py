@@ -135,7 +135,7 @@ def model(content: bytes) -> None:
                 tensors[place[1]] = torch.zeros(value)
     payload = serialise_tensors(tensors)
     about["sha256"] = hashlib.sha256(payload).hexdigest()
-    with suppress(ValueError, RecursionError):  # what JSON cannot say again
+    with suppress(ValueError, TypeError, RecursionError):  # what JSON cannot say again
         about["sha256_json"] = digest_of(about)
         (folder / "model.json").write_text(json.dumps(about))
         (folder / "model.safetensors").write_bytes(payload)

@@ -39,7 +39,7 @@ def parquet_columns(path: Path, image_column: str) -> tuple[list[str], dict[str,
         raise UserError(f"{path} is damaged: {' '.join(str(error).split())}") from error
     if any(len(values) != len(paths) for values in extra.values()):
         raise UserError(f"{path} is damaged: its columns differ in length; write it again")
-    if all(paths) and len(set(paths)) == len(paths):
+    if all(isinstance(name, str) and name for name in paths) and len(set(paths)) == len(paths):
         return [name.replace("\\", "/") for name in paths], extra
     return _numbered("row", len(paths)), extra
 

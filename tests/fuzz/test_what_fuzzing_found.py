@@ -70,6 +70,11 @@ def test_what_a_parquet_declares_may_be_anything(about, tmp_path):
         open_source(tmp_path / "x.parquet")
 
 
+def test_images_of_a_parquet_whose_paths_are_numbers(tmp_path):
+    pq.write_table(pa.table({"image": [{"bytes": b"", "path": 7}, {"bytes": b"", "path": 8}]}), tmp_path / "x.parquet")
+    assert open_source(tmp_path / "x.parquet").names == ["row-00000", "row-00001"]
+
+
 def test_an_npz_that_asks_for_a_newer_zip(tmp_path):
     path = tmp_path / "x.npz"
     np.savez(path, images=np.zeros((2, 8, 8), np.uint8))
