@@ -1,6 +1,7 @@
 """One image file, whatever it is, to one uint8 array [C, size, size]."""
 
 import io
+import stat
 import struct
 import threading
 import warnings
@@ -129,6 +130,8 @@ def _open_file(payload: Path | bytes | None) -> IO[bytes]:
     if payload is None:
         raise BrokenImageError("empty", "the record holds no image")
     try:
+        if isinstance(payload, Path) and not stat.S_ISREG(payload.stat().st_mode):
+            raise BrokenImageError("unreadable", "a pipe, a socket or a device, not a file")  # to open a pipe may wait
         file: IO[bytes] = io.BytesIO(payload) if isinstance(payload, bytes) else payload.open("rb")
     except OSError as error:
         raise BrokenImageError("unreadable", f"cannot be read: {error.strerror}") from error

@@ -350,10 +350,11 @@ def _open_vectors(path: Path) -> Source:
 
 def _file_stamps(folder: Path, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     for name in names:
+        path = folder / name
         try:
-            about = (folder / name).stat()
+            about = path.stat() if path.exists() else path.lstat()  # a link to nothing is for the decoder to report
         except OSError as error:
-            raise UserError(f"{folder / name} has gone since the source was opened: {error.strerror}") from error
+            raise UserError(f"{path} has gone since the source was opened: {error.strerror}") from error
         yield name, about.st_size, about.st_mtime_ns
 
 

@@ -11,7 +11,9 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from elsa.data.audit import audit
 from elsa.data.images import Decoding, decode
+from elsa.data.load import load_images
 from elsa.data.sources import open_source
 from elsa.errors import UserError
 
@@ -81,6 +83,25 @@ def test_empty_and_missing_sources_are_refused(tmp_path):
     write_image_parquet(tmp_path / "shard.parquet", [1])
     with pytest.raises(UserError, match="holds Parquet files and no images"):
         open_source(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no such files on Windows")
+def test_a_pipe_and_a_link_to_nothing_are_left_out_like_other_broken_images(tmp_path):
+    """A pipe that is opened waits for whoever writes to it: for ever."""
+    fill(tmp_path, ["a.png"])
+    os.mkfifo(tmp_path / "b.png")
+    (tmp_path / "c.png").symlink_to("gone.png")
+    source = open_source(tmp_path)
+    loaded = load_images(source)
+    assert loaded.names == ["a.png"]
+    assert [name for name, _ in loaded.broken] == ["b.png", "c.png"]
+    assert "a pipe" in loaded.broken[0][1]
+    assert "No such file" in loaded.broken[1][1]
+    [found] = [finding for finding in audit(source).findings if finding.kind == "unreadable"]
+    assert found.count == 2
+    before = source.fingerprint()
+    fill(tmp_path, ["gone.png"])
+    assert source.fingerprint() != before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links need rights on Windows")
