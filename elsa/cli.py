@@ -249,7 +249,9 @@ def evaluate(model: Path, source: Path, labels: Path | None, as_json: bool, devi
     from elsa.terminal import show_progress
 
     with show_progress() as progress:
-        found = evaluate_source(model, source, labels, device=device, progress=progress)
+        found, notes = evaluate_source(model, source, labels, device=device, progress=progress)
+    for note in notes:
+        click.echo(note, err=True)
     click.echo(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
 
 

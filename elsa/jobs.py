@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -205,8 +205,10 @@ def _score_vectors(detector: Detector, source: Path, out: Path, limit: float | N
     ]
 
 
-def evaluate_source(model: Path, source: Path, labels: Path | None, *, device: str, progress: Progress) -> Evaluation:
-    """How well a MODEL separates the labelled images of a SOURCE."""
+def evaluate_source(
+    model: Path, source: Path, labels: Path | None, *, device: str, progress: Progress
+) -> tuple[Evaluation, list[str]]:
+    """How well a MODEL separates the labelled images of a SOURCE, and what to tell the user about that."""
     opened = open_source(source, labels=labels)
     if not any(opened.labels):
         raise UserError(f"no image of {source} has a label; name a table of labels with --labels FILE")
@@ -215,7 +217,14 @@ def evaluate_source(model: Path, source: Path, labels: Path | None, *, device: s
     with tempfile.TemporaryDirectory(prefix="elsa-") as cache:  # used only where memory does not hold the images
         loaded = load_images(labelled, **about["preprocessing"], cache=Path(cache), progress=progress)
         scores = detector.anomaly_score(loaded.images)
-    return evaluate_scores(scores.numpy(), loaded.labels)
+    found = evaluate_scores(scores.numpy(), loaded.labels)
+    notes = _broken_lines(len(loaded.broken), loaded.broken)
+    if len(opened) == about["data"]["images"]:
+        notes.append(
+            f"The model was fitted on {len(opened):,} images, as many as SOURCE holds: if they are these, the figures "
+            f"flatter; judge on others, or see `elsa report`"
+        )
+    return replace(found, unlabelled=len(opened) - len(labelled)), notes
 
 
 def choose_device(asked: str) -> str:

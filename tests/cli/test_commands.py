@@ -120,7 +120,7 @@ def test_evaluate_agrees_with_scores_and_labels_and_holds_back_what_few_labels_c
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert "read images 15/15" in printed.err  # nobody waits for images without a label
-    assert (found["anomalies"], found["normals"]) == (3, 12)
+    assert (found["anomalies"], found["normals"], found["unlabelled"]) == (3, 12, 33)
     assert found["auroc"]["value"] is None
     assert found["auroc"]["missing_anomalies"] > 0
     everything = tmp_path / "all.csv"
@@ -135,6 +135,21 @@ def test_evaluate_agrees_with_scores_and_labels_and_holds_back_what_few_labels_c
     assert found["auroc"]["value"] == pytest.approx(wins / len(pairs))
     assert run(["evaluate", str(model), str(photos), "--labels", str(everything), "--device", "cpu"]) == 0
     assert "AUROC" in capsys.readouterr().out
+
+
+def test_evaluate_warns_where_the_model_may_have_learned_from_the_images_and_names_those_it_could_not_read(
+    model, photos, labels, tmp_path, capsys
+):
+    assert run(["evaluate", str(model), str(photos), "--labels", str(labels), "--device", "cpu"]) == 0
+    assert "the figures flatter" in capsys.readouterr().err
+    others = shutil.copytree(photos, tmp_path / "others")
+    (others / "047.png").unlink()
+    (others / "001.png").write_bytes(b"")
+    assert run(["evaluate", str(model), str(others), "--labels", str(labels), "--json", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert "flatter" not in printed.err
+    assert "could not be read (1): 001.png" in printed.err
+    assert json.loads(printed.out)["normals"] == 11
 
 
 def test_data_check_finds_a_copy_with_another_label(photos, tmp_path, capsys):
