@@ -1,25 +1,28 @@
 """Which images to ask a person about next: strategies behind one function, each with the chance it gives an image.
 
-Shapes: N images. A higher score is more anomalous. The mix first draws what is anomalous and different and then the
-audit, evenly from all the rest: that is what elsa.workspace.estimates needs to correct for the asking.
+Shapes: N images. A higher score is more anomalous. The mix first takes what is anomalous and different and then draws
+the audit, evenly from all the rest: that is what elsa.workspace.estimates needs to correct for the asking.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn.functional import normalize
 
 from elsa.errors import UserError
+from elsa.prototypes import spherical_kmeans
 
 AUDIT = "random audit"
 MIX = "mix"
 DIVERSE = "anomalous and different"
 AUDIT_SHARE = 0.2
-DEPTH = 0.2  # of all images, down the ranking: over each such stretch the weight of an image falls e times
-SPREAD = 2  # power of the distance to what is labelled: the higher, the less two questions are alike
-CANDIDATES = 1024
-MOST_COMPARED = 256  # labelled images
+DEPTH = 0.2  # share of all images, the highest-scoring ones, whose groups are asked about
+PER_QUESTION = 4  # images at least for each group, where a fifth of all are few
+CANDIDATES = 2048  # images grouped at most: milliseconds, however many there are
+ITERATIONS = 20
 
 
 @dataclass(frozen=True)
@@ -124,37 +127,36 @@ def _mixed(count: int, generator: np.random.Generator) -> dict[str, int]:
 
 
 def _different(state: State, free: NDArray, count: int, generator: np.random.Generator) -> list[int]:
-    """Draws that favour high scores and images unlike all that are labelled or drawn: one of each kind of anomaly.
+    """The most typical image of each of `count` groups of the highest-scoring ones.
 
-    The scores choose a thousand candidates, with repetitions, and the distances choose among them, so that it takes
-    milliseconds however many images there are.
+    An answer about it tells of its whole group; what looks like nothing else tells of itself alone.
     """
-    rank = np.empty(len(state.scores))
-    rank[most_anomalous(state, generator)] = np.arange(len(rank))
-    weight = np.where(free, np.exp(-rank / (DEPTH * len(rank))), 0.0)
-    taken: list[int] = []
-    while len(taken) < count:
-        candidates = generator.choice(len(weight), size=CANDIDATES, p=weight / weight.sum())
-        known = np.flatnonzero(state.labelled)
-        known = np.append(generator.permutation(known)[:MOST_COMPARED], taken).astype(np.int64)
-        far = _distance(state.embeddings, candidates, known)
-        for _ in range(count - len(taken)):
-            # The copy of a labelled image comes last, but it comes.
-            chance = np.where(weight[candidates] > 0, far.clip(min=1e-6) ** SPREAD, 0.0)
-            if not chance.any():
-                break
-            image = int(generator.choice(candidates, p=chance / chance.sum()))
-            taken.append(image)
-            weight[image] = 0.0
-            far = np.minimum(far, _distance(state.embeddings, candidates, np.array([image])))
-    return taken
+    if count == 0:
+        return []
+    order = most_anomalous(state, generator)
+    high = order[: max(round(DEPTH * len(order)), PER_QUESTION * count)]
+    high = high[free[high]]
+    if len(high) < count:  # all that scores high is labelled
+        high = order[free[order]][:count]
+    if len(high) > CANDIDATES:
+        high = generator.choice(high, CANDIDATES, replace=False)
+    if state.embeddings is None:
+        return generator.choice(high, count, replace=False).tolist()
+    number = min(CANDIDATES, len(order))
+    middle = state.embeddings[np.sort(generator.choice(len(order), number, replace=False))].mean(axis=0)
+    return high[_typical(state.embeddings[high] - middle, count, generator)].tolist()
 
 
-def _distance(embeddings: NDArray | None, images: NDArray, others: NDArray) -> NDArray:
-    """1 - cosine of each image to the nearest of the others; 1 where nobody can tell."""
-    if embeddings is None or not len(others):
-        return np.ones(len(images))
-    return 1 - (embeddings[images] @ embeddings[others].T).max(axis=1)
+def _typical(off: NDArray, count: int, generator: np.random.Generator) -> NDArray:
+    """Of each of `count` groups of vectors the place of the one nearest to its centre, by direction; none twice."""
+    unit = normalize(torch.from_numpy(np.asarray(off, dtype=np.float32)), dim=1)
+    start = torch.Generator().manual_seed(int(generator.integers(2**31)))
+    near = (unit @ spherical_kmeans(unit, count, start, ITERATIONS).T).numpy()
+    places = np.empty(count, dtype=np.int64)
+    for group in range(count):
+        places[group] = near[:, group].argmax()
+        near[places[group]] = -np.inf
+    return places
 
 
 def _rounded(number: float, generator: np.random.Generator) -> int:

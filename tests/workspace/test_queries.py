@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from elsa.errors import UserError
+from elsa.prototypes import spherical_kmeans
+from elsa.workspace import queries
 from elsa.workspace.queries import AUDIT, DIVERSE, MIX, STRATEGIES, State, ask
 
 N, PROTOTYPES = 101, 7
@@ -129,35 +131,48 @@ def test_the_mix_of_a_few_images_takes_each_once():
         assert len(set(asked)) == count
 
 
-def test_draws_favour_high_scores_and_fall_off_as_stated():
-    """Between ranks a fifth of all images apart the chance falls e times."""
-    given = state(scores=-np.arange(N, dtype=float))
-    seen = np.bincount([ask(given, DIVERSE, 1, seed)[0].index for seed in range(800)], minlength=N)
-    assert seen[:20].sum() / seen[20:40].sum() == pytest.approx(np.exp(20 / (0.2 * N)), rel=0.25)
+def test_what_is_anomalous_and_different_is_among_the_highest_fifth_as_long_as_that_is_four_for_each_question():
+    given = state(scores=-np.arange(N, dtype=float), embeddings=np.random.default_rng(3).standard_normal((N, 5)))
+    seen = {row for seed in range(60) for row in rows(ask(given, DIVERSE, 5, seed))}
+    assert seen <= set(range(20))
+    assert len(seen) > 10
+    unseen = {row for seed in range(60) for row in rows(ask(state(scores=given.scores), DIVERSE, 5, seed))}
+    assert unseen == set(range(20))  # where nobody can tell what is different
+    more = {row for seed in range(60) for row in rows(ask(given, DIVERSE, 11, seed))}
+    assert 30 < max(more) < 44
 
 
-def test_what_looks_like_a_labelled_image_or_an_asked_one_is_left_out_unless_nothing_else_is_there():
-    vectors = np.eye(N)
-    vectors[1] = vectors[0]  # 0 is labelled
-    vectors[3] = vectors[2]
-    given = state(labelled=[0], scores=-np.arange(N, dtype=float), embeddings=vectors)
+def test_labelled_images_of_the_highest_fifth_make_room_for_no_others_while_enough_are_left():
+    given = state(labelled=range(15), scores=-np.arange(N, dtype=float))
+    assert sorted(rows(ask(given, DIVERSE, 5))) == [15, 16, 17, 18, 19]
+    assert sorted(rows(ask(state(labelled=range(18), scores=given.scores), DIVERSE, 3))) == [18, 19, 20]
+
+
+def test_each_group_of_high_scores_is_asked_about_by_its_most_typical_image():
+    sizes, generator = [5, 4, 5, 2], np.random.default_rng(0)
+    group = np.repeat(range(4), sizes)
+    vectors = 50 * np.eye(4)[group]
+    first = np.cumsum([0, *sizes[:-1]])  # in the middle of its group
+    for start, size in zip(first, sizes, strict=True):
+        noise = generator.standard_normal((size - 1, 4))
+        vectors[start + 1 : start + size] += noise - noise.mean(axis=0) if size > 2 else 0
+    given = State(np.zeros(16), np.zeros(16, bool), 0.0, np.zeros(16, int), embeddings=vectors + 1e6)
     for seed in range(20):
-        asked = rows(ask(given, DIVERSE, 10, seed))
-        assert 1 not in asked
-        assert not {2, 3} <= set(asked)
-    everything = state(labelled=[0, *range(4, N)], scores=-np.arange(N, dtype=float), embeddings=vectors)
-    assert sorted(rows(ask(everything, DIVERSE, 3))) == [1, 2, 3]
+        asked = sorted(rows(ask(given, DIVERSE, 4, seed)))
+        assert asked[:3] == list(first[:3])
+        assert group[asked[3]] == 3  # of two alike either
 
 
-def test_of_two_new_images_the_one_further_from_what_is_labelled_is_drawn_by_the_square_of_its_distance():
-    vectors = np.array([[1.0, 0.0], [0.8, 0.6], [0.6, 0.8]])  # cosines .8 and .6 with the labelled one: .2 and .4 away
-    given = State(np.zeros(3), np.array([True, False, False]), 0.0, np.zeros(3, int), embeddings=vectors)
-    first = [ask(given, DIVERSE, 1, seed)[0].index for seed in range(600)]
-    falloff = np.exp(1 / (0.2 * 3))  # ranks 1 and 2 of 3
-    assert first.count(1) / first.count(2) == pytest.approx(falloff * 0.2**2 / 0.4**2, rel=0.25)
+def test_images_that_all_look_alike_are_asked_for_once_each():
+    given = state(embeddings=np.ones((N, 3)))
+    assert len(set(rows(ask(given, DIVERSE, 13)))) == 13
 
 
-def test_a_question_about_a_hundred_thousand_images_takes_milliseconds():
+def test_a_question_about_a_hundred_thousand_images_takes_milliseconds(monkeypatch):
+    grouped = []
+    monkeypatch.setattr(
+        queries, "spherical_kmeans", lambda z, *rest: grouped.append(len(z)) or spherical_kmeans(z, *rest)
+    )
     num, generator = 100_000, np.random.default_rng(0)
     vectors = generator.standard_normal((num, 32)).astype(np.float32)
     given = State(
@@ -165,5 +180,8 @@ def test_a_question_about_a_hundred_thousand_images_takes_milliseconds():
         embeddings=vectors / np.linalg.norm(vectors, axis=1, keepdims=True),
     )  # fmt: skip
     began = time.thread_time()
-    ask(given, MIX, 10)
+    asked = ask(given, MIX, 10)
     assert time.thread_time() - began < 0.3
+    assert grouped == [queries.CANDIDATES]
+    lowest = np.sort(given.scores)[-num // 5]
+    assert all(given.scores[one.index] >= lowest for one in asked if one.strategy == DIVERSE)
