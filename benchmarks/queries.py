@@ -154,25 +154,40 @@ def write_table(results: Path) -> None:
 
 
 def table(lines: list[dict]) -> str:
-    """One row for each way of choosing labels, its mean over seeds for each class."""
+    """One row for each way of choosing labels, its mean over seeds for each class, and what it is beside 90 random."""
     lines = [line for line in lines if line["plan"] == "test"]
     classes = [name for name in CIFAR10_CLASSES if any(line["normal"] == name for line in lines)]
     ways = sorted({(line["how"], line["labels"], line["strategy"]) for line in lines})
+    yardstick = {_pile(line): line["auroc"] for line in lines if (line["how"], line["labels"]) == ("random", 90)}
     rows = []
 
     def row(name: str, chosen: list[dict], field: str) -> str:
         means = [float(np.mean([line[field] for line in chosen if line["normal"] == one])) for one in classes]
         found = f"{np.mean([line['anomalies'] for line in chosen]):.0f}" if field == "auroc" else "0"
-        return f"| {name} | {found} | " + " | ".join(f"{mean:.1f}" for mean in [*means, float(np.mean(means))]) + " |\n"
+        better = {_pile(line): line[field] - yardstick[_pile(line)] for line in chosen if _pile(line) in yardstick}
+        figures = [f"{mean:.1f}" for mean in [*means, float(np.mean(means))]]
+        return f"| {' | '.join([name, found, *figures, _mean_and_error(list(better.values()))])} |\n"
 
     rows.append(row("no labels", lines, "unlabelled"))
     for how, labels, strategy in ways:
         chosen = [line for line in lines if (line["how"], line["labels"], line["strategy"]) == (how, labels, strategy)]
         name = f"{labels} random" if how == "random" else f"{labels} asked: {strategy}"
         rows.append(row(name, chosen, "auroc"))
-    head = f"| labels | anomalies among them | {' | '.join(classes)} | mean |\n|" + "---|" * (len(classes) + 3) + "\n"
+    head = f"| labels | anomalies among them | {' | '.join(classes)} | mean | beside 90 random |\n"
     seeds = sorted({line["seed"] for line in lines})
-    return head + "".join(rows) + f"\nSeeds {', '.join(map(str, seeds))}; {len(lines)} runs.\n"
+    below = f"Seeds {', '.join(map(str, seeds))}; {len(lines)} runs. ±: standard error over the piles.\n"
+    return f"{head}|{'---|' * (len(classes) + 4)}\n{''.join(rows)}\n{below}"
+
+
+def _pile(line: dict) -> tuple[str, int]:
+    return line["normal"], line["seed"]
+
+
+def _mean_and_error(differences: list[float]) -> str:
+    """Over piles, with its standard error."""
+    if len(differences) < 2 or not any(differences):
+        return ""
+    return f"{np.mean(differences):+.1f} ± {np.std(differences, ddof=1) / len(differences) ** 0.5:.1f}"
 
 
 if __name__ == "__main__":
