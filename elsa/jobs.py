@@ -136,11 +136,8 @@ def score_source(
     if fdr is not None:
         check_fdr(fdr)
         limit, note = None, []
-    on_vectors, is_vectors = not about["preprocessing"], "://" not in str(source) and holds_vectors(Path(source))
-    if on_vectors != is_vectors:
-        kinds = ("images", "vectors")
-        held, wanted = kinds[is_vectors], kinds[on_vectors]
-        raise UserError(f"SOURCE {source} holds {held}, MODEL was fitted on {wanted}: give those")
+    is_vectors = "://" not in str(source) and holds_vectors(Path(source))
+    _check_kind(about, source, is_vectors)
     if is_vectors:
         return [*note, *_score_vectors(detector, Path(source), out, limit, fdr)]
     found = score_in_bulk(
@@ -167,6 +164,13 @@ def score_source(
         f"Scored {found.scored:,} images, {called}: {out}",
         *[f"  {row['score']:.4f}  {_show_p(row['p_value'])}  {row['path']}" for row in found.highest],
     ]
+
+
+def _check_kind(about: dict[str, Any], source: str | Path, is_vectors: bool) -> None:
+    on_vectors, kinds = not about["preprocessing"], ("images", "vectors")
+    if on_vectors != is_vectors:
+        held, wanted = kinds[is_vectors], kinds[on_vectors]
+        raise UserError(f"SOURCE {source} holds {held}, MODEL was fitted on {wanted}: give those")
 
 
 def _called(anomalies: int, limit: float | None, fdr: float | None) -> str:
@@ -213,6 +217,7 @@ def evaluate_source(
     if not any(opened.labels):
         raise UserError(f"no image of {source} has a label; name a table of labels with --labels FILE")
     detector, about = open_model(model, choose_device(device), progress)
+    _check_kind(about, source, opened.kind == "vectors")
     labelled = opened.subset([record for record, word in enumerate(opened.labels) if word])
     with tempfile.TemporaryDirectory(prefix="elsa-") as cache:  # used only where memory does not hold the images
         loaded = load_images(labelled, **about["preprocessing"], cache=Path(cache), progress=progress)

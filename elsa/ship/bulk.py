@@ -47,6 +47,7 @@ FORMAT = 1
 SHARD_SIZE = 8192
 BATCH_BYTES = 32 << 20  # of decoded images that are scored together
 LARGEST_BATCH = 1024
+LARGEST_BATCH_ON_CPU = 128  # no slower there, and progress shows every few seconds
 AHEAD = 2  # batches decoded while one is scored
 BEGUN = {".work", ".manifest.json.partial"}  # in a folder whose job was killed at its very beginning
 
@@ -111,6 +112,9 @@ def score_in_bulk(
     to_folder = is_folder(out)
     work = out / ".work" if to_folder else out.with_name(f"{out.name}.parts")
     manifest = (out if to_folder else work) / "manifest.json"
+    if work.exists() and not resume:
+        with _locked(work, out):  # a job under way is no job left behind: nobody should be told to delete it
+            pass
     noted = _noted(manifest, out, resume)
     if noted is None and to_folder and out.exists() and {path.name for path in out.iterdir()} - BEGUN:
         raise UserError(f"--out {out} holds other files; give the name of a new folder, or of a .csv or .parquet file")
@@ -176,7 +180,9 @@ class Scorer:
             config: ElsaConfig = dataclasses.replace(detector.config, views=job.views)
             detector.config = config
         per_image = job.how.channels * job.how.size**2
-        self.batch = max(1, min(LARGEST_BATCH, BATCH_BYTES // per_image))
+        self.batch = max(
+            1, min(LARGEST_BATCH_ON_CPU if job.device == "cpu" else LARGEST_BATCH, BATCH_BYTES // per_image)
+        )
 
     def score(self, number: int, tell: Callable[[int], None] = lambda rows: None) -> int:
         """Score a shard and write its file; how many rows it has. `tell` hears of every batch."""
@@ -356,6 +362,8 @@ def _score_missing(job: Job, detector: Detector, engine: str, workers: int | Non
         done += rows
         progress("score", done, total, {"images/s": (done - before) / (time.perf_counter() - began)})
 
+    if missing:
+        progress("score", done, total, {})
     workers = workers or (available_cores() if job.device == "cpu" else 1)
     if engine == "ray":
         from elsa.ship.ray_engine import score_on_ray

@@ -116,13 +116,15 @@ def test_fit_score_and_evaluate_take_vectors(tmp_path, name, capsys, monkeypatch
 def test_vectors_and_images_are_not_mixed_up(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "v.npz", numbers(count=100))
-    np.savez("i.npz", images=np.zeros((5, 32, 32), np.uint8))
+    np.savez("i.npz", images=np.zeros((5, 32, 32), np.uint8), labels=np.array(["normal"] * 5))
     assert run(["fit", "v.npz", "--out", "model", "--set", "num_prototypes=13"]) == 0
     for command, said in [
         (["fit", "v.npz", "--out", "m", "--method", "elsa+"], "holds vectors, not images"),
         (["fit", "v.npz", "--out", "m", "--encoder", "tiny"], "holds vectors, not images"),
         (["fit", "v.npz", "--out", "m", "--size", "32"], "leave out --size"),
         (["score", "model", "i.npz", "--out", "s.csv"], "holds images, MODEL was fitted on vectors"),
+        (["evaluate", "model", "i.npz"], "holds images, MODEL was fitted on vectors"),
+        (["serve", "model"], "was fitted on vectors, and the service takes images"),
         (["data", "check", "v.npz"], "only images can be checked"),
     ]:
         assert run(command) == 2

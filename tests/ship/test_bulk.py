@@ -95,6 +95,14 @@ def expected(photos, model):
     return dict(zip(loaded.names, detector.anomaly_score(loaded.images).tolist(), strict=True))
 
 
+def test_progress_shows_from_the_start_and_on_a_cpu_every_few_images(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("elsa.terminal.SECONDS_BETWEEN_LINES", 0.0)
+    write_images(tmp_path / "many.parquet", [png(0)] * 300)
+    assert score(model, tmp_path / "many.parquet", tmp_path / "out.csv") == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("score ")]
+    assert [line.split()[1] for line in lines] == ["0/300", "128/300", "256/300", "300/300"]
+
+
 def score(model, source, out, *options):
     return run(["score", str(model), str(source), "--out", str(out), "--device", "cpu", "--workers", "1", *options])
 
@@ -329,8 +337,10 @@ def test_resume_refuses_two_at_once_and_files_of_others(stopped, model, tmp_path
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline()
         assert score(model, stopped, tmp_path / "out", "--resume") == 2
+        assert "another elsa score is writing" in told(capsys)[0]
+        assert score(model, stopped, tmp_path / "out") == 2  # not "left from a job, delete it"
+        assert "another elsa score is writing" in told(capsys)[0]
         holder.kill()
-    assert "another elsa score is writing" in told(capsys)[0]
     assert len(list((tmp_path / "out" / ".work").glob("scored-*"))) == 1  # the other one's work is untouched
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")

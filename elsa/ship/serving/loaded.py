@@ -90,6 +90,8 @@ def load_for_service(folder: Path, false_alarms: float | None, max_pixels: int, 
     except UserError:
         if false_alarms is not None:  # a rate nobody asked for costs the verdicts, not the service
             raise
+    if about.get("preprocessing") == {}:
+        raise UserError(f"MODEL {folder} was fitted on vectors, and the service takes images: give a MODEL of images")
     if "preprocessing" not in about:
         raise UserError(f"{folder} does not say how its images were prepared: fit the model again with `elsa fit`")
     decoding = Decoding(**about["preprocessing"])
