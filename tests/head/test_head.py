@@ -11,12 +11,14 @@ from torch.nn.functional import normalize
 
 import elsa.head
 from elsa.encoders import Encoder
+from elsa.energy import energy
 from elsa.errors import UserError
 from elsa.head import (
     ElsaHead,
     HeadConfig,
     alikeness,
     likeness,
+    moved,
     parts_of,
     principal_directions,
     separating_direction,
@@ -27,7 +29,7 @@ from elsa.head import (
 from elsa.model_file import read_model, write_model
 from elsa.trust.metrics import auroc
 
-N, M, D, R = 23, 11, 7, 3  # distinct primes: no axis can stand in for another
+N, M, D, R, K = 23, 11, 7, 3, 5  # distinct primes: no axis can stand in for another
 FEATURES = 61
 
 
@@ -74,9 +76,9 @@ def shares(count=N, seed=5):
 def test_the_parts_match_their_definition():
     z, basis, memory = unit(N), unit(D, R, seed=1), unit(M, R, seed=2)
     log_weight, middle, whitening = shares(M).log(), unit(1, R, seed=3)[0], unit(R, R, seed=4)
-    direction = unit(1, R, seed=6)[0]
-    parts = parts_of(z, 0.1, basis, memory, log_weight, middle, whitening, direction)
-    assert parts.shape == (N, 3)
+    direction, down, up, prototypes = unit(1, R, seed=6)[0], unit(R, 2, seed=7), unit(2, R, seed=8), unit(K, R, seed=9)
+    parts = parts_of(z, 0.1, 0.7, basis, memory, log_weight, middle, whitening, direction, down, up, prototypes)
+    assert parts.shape == (N, 4)
     for row, found in zip(z.tolist(), parts.tolist(), strict=True):
         y = [sum(row[d] * basis[d, r].item() for d in range(D)) for r in range(R)]
         learned = sum(y[r] * direction[r].item() for r in range(R))
@@ -86,7 +88,13 @@ def test_the_parts_match_their_definition():
         )
         off = [y[r] - middle[r].item() for r in range(R)]
         spread = sum(sum(off[r] * whitening[r, s].item() for r in range(R)) ** 2 for s in range(R))
-        assert found == pytest.approx([learned, -math.log(near), spread])
+        to = [
+            y[r] + sum(y[q] * down[q, s].item() * up[s, r].item() for q in range(R) for s in range(2)) for r in range(R)
+        ]
+        length = math.sqrt(sum(part**2 for part in to))
+        alike = [sum(to[r] * prototypes[k, r].item() for r in range(R)) / length for k in range(K)]
+        bent = -math.log(sum(math.exp(cosine / 0.7) for cosine in alike))
+        assert found == pytest.approx([learned, -math.log(near), spread, bent])
 
 
 def test_the_basis_is_orthonormal_and_holds_what_both_sides_share_unequally():
@@ -243,8 +251,9 @@ def test_neighbours_weigh_more_beside_labels_of_one_kind():
 def test_without_labelled_anomalies_there_is_no_learned_part():
     vectors, labels, test, is_anomaly = problem(anomalies=0)
     head = ElsaHead().fit(vectors, labels)
-    assert head.weight_.tolist() == [0, 0.6, 0.6]
+    assert head.weight_.tolist() == [0, 0.6, 0.6, 0]
     assert not head.direction_R_.any()
+    assert not head.up_MR_.any()
     assert auroc(head.anomaly_score(test), is_anomaly.numpy()) > 0.9
 
 
@@ -255,8 +264,9 @@ def test_each_part_counts_in_standard_deviations_of_the_normals(fitted):
     y = z @ basis
     near = ((y @ (memory @ basis).T - 1) / 0.03).exp() @ fitted.log_weight_M_.double().exp()
     off = (y - fitted.middle_R_.double()) @ fitted.whitening_RR_.double()
-    parts = torch.stack([y @ fitted.direction_R_.double(), -near.log(), off.square().sum(dim=1)], dim=1)
-    expected = sum(fitted.weight_[k] * (parts[:, k] - fitted.centre_[k]) / fitted.scale_[k] for k in range(3))
+    bent = energy(moved(y, fitted.down_RM_.double(), fitted.up_MR_.double()), fitted.prototypes_KR_.double(), 0.4)
+    parts = torch.stack([y @ fitted.direction_R_.double(), -near.log(), off.square().sum(dim=1), bent], dim=1)
+    expected = sum(fitted.weight_[k] * (parts[:, k] - fitted.centre_[k]) / fitted.scale_[k] for k in range(4))
     torch.testing.assert_close(fitted.anomaly_score(test), expected)
     normals = parts[:100]
     torch.testing.assert_close(normals.mean(dim=0) / fitted.scale_, fitted.centre_ / fitted.scale_, rtol=0, atol=0.5)
@@ -490,7 +500,13 @@ def test_what_a_user_can_put_right_is_said(encoder):
     vectors, labels, test, _ = problem()
     fitted = ElsaHead().fit(vectors, labels)
     cases = [
-        (lambda: ElsaHead(tua=0.4), "no setting 'tua'; settings are: num_prototypes, rank"),
+        (lambda: ElsaHead(tua=0.4), "no setting 'tua'; settings are: num_prototypes, tau"),
+        (lambda: ElsaHead(tau=0.3), "tau=0.3 with num_prototypes=20 lets the energy reach zero"),
+        (lambda: ElsaHead(tau=math.nan), "tau=nan"),
+        (lambda: ElsaHead(map_rank=0), "map_rank=0"),
+        (lambda: ElsaHead(map_iterations=-1), "map_iterations=-1"),
+        (lambda: ElsaHead(map_penalty=-1.0), "map_penalty=-1.0"),
+        (lambda: ElsaHead(normal_share=1.5), "normal_share=1.5"),
         (lambda: ElsaHead(penalty=math.nan), "penalty=nan"),
         (lambda: ElsaHead(floor=0.0), "floor=0.0: must be finite and above 0"),
         (lambda: ElsaHead(num_prototypes=0), "num_prototypes=0"),
