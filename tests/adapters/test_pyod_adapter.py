@@ -14,7 +14,7 @@ from elsa.errors import UserError
 from elsa.trust.metrics import auroc
 
 CONTAMINATION = 0.1
-HEAD = {"num_prototypes": 3}
+HEAD = {"num_prototypes": 3, "tau": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ class WithoutLabels(ElsaOutlierDetector):
 
 
 # The sets in these checks are smaller than the usual number of prototypes, which the head refuses.
-HEAD = WithoutLabels("elsa-head", settings={"num_prototypes": 3})
+HEAD = WithoutLabels("elsa-head", settings={"num_prototypes": 3, "tau": 1.0})
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")

@@ -75,7 +75,7 @@ def test_a_file_of_one_size_gets_images_of_that_size(tmp_path):
 
 def test_a_model_carries_the_file_and_scores_without_it(tmp_path):
     file = write_onnx(tmp_path / "e.onnx")
-    head = ElsaHead(encoder=f"onnx:{file}", num_prototypes=3, size=48).fit(images(60), [""] * 60)
+    head = ElsaHead(encoder=f"onnx:{file}", num_prototypes=13, size=48).fit(images(60), [""] * 60)
     save_model(head, tmp_path / "model", {})
     file.unlink()
     with pytest.raises(UserError, match=r"itself an ONNX file, e\.onnx"):

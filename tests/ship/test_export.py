@@ -137,7 +137,7 @@ def pictures(count=90, seed=0):
 @pytest.fixture(scope="module")
 def image_model(tmp_path_factory):
     encoder = Encoder("tiny", TinyNet(), "tiny.pth", "0" * 64, features=11)
-    head = ElsaHead(encoder=encoder, size=48, num_prototypes=5).fit(*pictures())
+    head = ElsaHead(encoder=encoder, size=48, num_prototypes=13).fit(*pictures())
     return head, {"preprocessing": PIXELS, "class": "ElsaHead", "higher_is": "anomalous", "sha256": "0"}
 
 
