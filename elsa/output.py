@@ -49,3 +49,8 @@ def whole_file(path: Path, option: str = "--out") -> Iterator[Path]:
     finally:
         with suppress(OSError):  # on a read-only disk there is nothing to delete and no way to
             partial.unlink()
+
+
+def storable(name: str) -> str:
+    r"""A file name as UTF-8 can hold it: bytes of another encoding, which Linux allows, become \\udcxx."""
+    return name.encode(errors="backslashreplace").decode()

@@ -61,8 +61,8 @@ def open_model(folder: Path, device: str = "cpu", progress: Progress = silent) -
         versions = about.get("versions")
         written_by = versions.get("elsa", "unknown") if isinstance(versions, dict) else "unknown"
         raise UserError(
-            f"{folder} was written by another version of elsa ({written_by}; "
-            f"this is {__version__}) whose {name} had other parts; use that version, or fit the model again"
+            f"{folder} holds a {name} with other parts than those of this elsa ({__version__}; it was written by "
+            f"{written_by}): use the elsa that wrote it, or fit the model again"
         ) from error
     return detector, about
 

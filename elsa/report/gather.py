@@ -23,7 +23,7 @@ from elsa.elsa import Elsa
 from elsa.errors import UserError
 from elsa.head import ElsaHead
 from elsa.jobs import choose_device, hash_data
-from elsa.output import check_writable
+from elsa.output import check_writable, storable
 from elsa.progress import Progress
 from elsa.report.chart import Chart, Line
 from elsa.report.compose import Facts, compose, describe
@@ -265,7 +265,6 @@ def stress_table(rows: Sequence[StressRow]) -> Table:
 def workspace_facts(folder: Path, device: str, progress: Progress) -> Facts:
     """What a labelling workspace knows: nothing is embedded or scored again."""
     from elsa.workspace.estimates import estimate
-    from elsa.workspace.prepare import storable
     from elsa.workspace.session import read_view
     from elsa.workspace.store import open_store
 
@@ -370,7 +369,6 @@ def _source_of(about: dict[str, Any]) -> tuple[Source | None, list[str]]:
 
 
 def _kinds_by_name(opened: Source, labels: Path | None, names: Sequence[str]) -> list[str]:
-    from elsa.workspace.prepare import storable
 
     kinds = kinds_of(opened.names, opened.extra, labels)
     of = dict(zip(map(storable, opened.names), kinds, strict=True)) if kinds else {}

@@ -36,7 +36,7 @@ from elsa.data.parallel import available_cores, ordered_map
 from elsa.detectors.contrastive import CSIDetector
 from elsa.elsa import Elsa
 from elsa.errors import UserError
-from elsa.output import whole_file, write_whole
+from elsa.output import storable, whole_file, write_whole
 from elsa.progress import Progress
 from elsa.saved import Detector, open_model
 from elsa.ship.bulk_source import GO_ON, Origin, RemoteFile, Row, survey
@@ -142,10 +142,10 @@ def score_in_bulk(
                 _write_json(manifest, {**begun, "limit": limit, "fdr": fdr, "finished": asdict(summary)})
             else:
                 summary = write_ranked(out, job.shards, judge, work)
-        except (UserError, OSError) as error:
+        except (UserError, OSError, KeyboardInterrupt) as error:
             if not any(work.glob("scored-*.parquet")):  # nothing worth going on from
                 shutil.rmtree(new_folder, ignore_errors=True)
-            if isinstance(error, UserError):
+            if not isinstance(error, OSError):
                 raise
             reason = error.strerror or error
             raise UserError(f"cannot write {work}: {reason}; free some space or choose another --out") from error
@@ -265,11 +265,6 @@ def worker_scorer(job: Job) -> Scorer:
         torch.set_num_threads(1)
     detector, _ = open_model(job.model, job.device)
     return Scorer(job, detector, 1 if job.device == "cpu" else available_cores())
-
-
-def storable(name: str) -> str:
-    r"""A file name as UTF-8 can hold it: bytes of another encoding, which Linux allows, become \\udcxx."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def _begin(

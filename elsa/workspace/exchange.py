@@ -19,9 +19,9 @@ import pyarrow.parquet
 from elsa.data.sources import open_source
 from elsa.data.tables import read_table
 from elsa.errors import UserError
-from elsa.output import write_whole
+from elsa.output import storable, write_whole
 from elsa.workspace.events import WORDS, Label, LabelEvent
-from elsa.workspace.prepare import hash_payload, storable
+from elsa.workspace.prepare import hash_payload
 from elsa.workspace.store import Store, open_existing
 
 SUFFIXES = {"csv": ".csv", "parquet": ".parquet", "label-studio": ".json", "coco": ".json"}

@@ -24,7 +24,7 @@ from elsa.data.shards import Shards
 from elsa.data.sources import Source
 from elsa.encoders import Encoder, embed_batches
 from elsa.errors import UserError
-from elsa.output import write_whole
+from elsa.output import storable, write_whole
 from elsa.progress import Progress, silent
 
 CHUNK = 64  # images embedded between two notes on the disk: what a kill may cost
@@ -49,11 +49,6 @@ class Prepared:
     def vectors(self) -> torch.Tensor:
         """The embeddings [N, D], mapped and not read; writing to them changes no file."""
         return torch.from_numpy(np.load(self.embeddings, mmap_mode="c"))
-
-
-def storable(name: str) -> str:
-    r"""A file name as UTF-8 can hold it: bytes of another encoding, which Linux allows, become \\udcxx."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def key_of(source: Source, encoder: str) -> str:

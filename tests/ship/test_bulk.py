@@ -504,3 +504,13 @@ def wait_for(what, seconds=240):
     while not what():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_ctrl_c_before_the_first_shard_leaves_nothing(tmp_path, model, photos, monkeypatch):
+    def interrupted(*anything):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("elsa.ship.bulk._score_missing", interrupted)
+    out = tmp_path / "scores.csv"
+    assert run(["score", str(model), str(photos), "--out", str(out)]) == 130
+    assert list(tmp_path.glob("scores*")) == []
