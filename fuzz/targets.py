@@ -130,9 +130,9 @@ def model(content: bytes) -> None:
                     inner = inner[key]
                 inner[place[-1]] = value
             elif value is None:
-                del tensors[place[1]]
+                del tensors[str(place[1])]
             elif math.prod(value) < 1000:
-                tensors[place[1]] = torch.zeros(value)
+                tensors[str(place[1])] = torch.zeros(value)
     payload = serialise_tensors(tensors)
     about["sha256"] = hashlib.sha256(payload).hexdigest()
     with suppress(ValueError, TypeError, RecursionError):  # what JSON cannot say again

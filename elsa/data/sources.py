@@ -24,6 +24,7 @@ IMAGE_SUFFIXES = {
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm",
     ".jp2", ".avif",
 }  # fmt: skip
+LONGEST_NAME, LONGEST_PATH = 255, 4096  # in bytes, on every common file system
 LABEL_FOLDERS = {"normal": "normal", "anomaly": "anomaly"}
 SPLIT_FOLDERS = {"train": "train", "test": "test", "val": "val", "valid": "val", "validation": "val"}
 
@@ -195,9 +196,10 @@ def _path_column(path: Path, columns: dict[str, list[Any]]) -> list[Any]:
 
 def _can_be_a_file_name(text: str) -> bool:
     try:
-        return b"\0" not in os.fsencode(text)
+        name = os.fsencode(text)
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can say
         return False
+    return b"\0" not in name and len(name) <= LONGEST_PATH and max(map(len, name.split(b"/"))) <= LONGEST_NAME
 
 
 class _Inside:

@@ -29,7 +29,7 @@ def photos(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("path", ["a\0.png", "\ud800.png"])
+@pytest.mark.parametrize("path", ["a\0.png", "\ud800.png", "a" * 300, "a/" * 3000])
 def test_paths_that_no_file_can_have(path, photos, tmp_path):
     labels = tmp_path / "labels.jsonl"
     labels.write_text(json.dumps({"path": path, "label": "normal"}))
