@@ -20,7 +20,7 @@ from elsa.distributed import (
     share_of_images,
     shared_map,
 )
-from elsa.early_stop import early_stop_copies, early_stop_score
+from elsa.early_stop import early_stop_copies, early_stop_score, looked_at
 from elsa.energy import energy
 from elsa.inference import PROJECTION_BATCH, fold_norms, project
 from elsa.labels import ANOMALY
@@ -91,7 +91,7 @@ def finetune(
     is_held_back[held_back] = True
     trained_on = (~is_held_back).nonzero().flatten()
     check_batch("finetune_batch", min(config.finetune_batch, len(trained_on)))
-    copies = early_stop_copies(fetch(images, held_back, device), config, seed)
+    copies = early_stop_copies(fetch(images, looked_at(held_back), device), config, seed)
 
     optimizer = build_optimizer("adam", net, config.finetune_lr, 0.0)
     parts = {"net": net, "optimizer": optimizer}

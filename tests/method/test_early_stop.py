@@ -3,7 +3,15 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from elsa.config import method_config
-from elsa.early_stop import GROUP, early_stop_copies, early_stop_score, pairwise_auroc, rotation_summed_energy
+from elsa.early_stop import (
+    GROUP,
+    MOST,
+    early_stop_copies,
+    early_stop_score,
+    looked_at,
+    pairwise_auroc,
+    rotation_summed_energy,
+)
 from elsa.energy import energy
 from elsa.nets import build_net
 from elsa.seeds import generator
@@ -21,6 +29,17 @@ def test_pairwise_auroc_equals_scikit_learn_with_ties():
     normal, anomalous = torch.randint(0, 9, (17,), generator=g), torch.randint(3, 12, (13,), generator=g)
     expected = roc_auc_score([0] * 17 + [1] * 13, torch.cat([normal, anomalous]))
     assert pairwise_auroc(normal.float(), anomalous.float()).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("count", [1, MOST - 1, MOST, MOST + 1, 10 * MOST + 3])
+def test_of_very_many_images_evenly_spread_ones_are_looked_at(count):
+    places = torch.arange(7, 7 + count)
+    chosen = looked_at(places)
+    assert min(count, MOST / 2) <= len(chosen) <= MOST
+    assert chosen[0] == 7
+    assert len(set(chosen.diff().tolist())) <= 1
+    if count <= MOST:
+        assert torch.equal(chosen, places)
 
 
 def test_copies_are_drawn_once_for_a_seed():
