@@ -108,6 +108,11 @@ def _save_array(path: Path, array: np.ndarray) -> None:
     write_whole(path, file.getvalue(), option="--workspace")
 
 
+# Waiting threads sleep, and glibc gives large blocks back as they are freed: of its own accord it keeps more of them from
+# fit to fit, 1.1 GB after two fits of 100,000 images and 1.6 GB after seven.
+FRUGAL = {"OMP_WAIT_POLICY": "passive", "MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_ARENA_MAX": "2"}
+
+
 class Worker:
     """The page's end: hands over one job at a time and passes on the news, from a thread of its own.
 
@@ -157,7 +162,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={"OMP_WAIT_POLICY": "passive", **os.environ},
+            env={**FRUGAL, **os.environ},
         )
         log.close()
         self._listener = threading.Thread(target=self._listen, args=[self._process], name="elsa-refit", daemon=True)
