@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 import elsa.head
 from elsa.energy import energy
-from elsa.head import ElsaHead, HeadConfig, head_loss, learn_map, moved
+from elsa.head import ElsaHead, HeadConfig, head_loss, learn_map, moved, suspicion
 from elsa.labels import ANOMALY, NORMAL, UNLABELLED
 
 N, K, D, R = 23, 11, 7, 3  # distinct primes: no axis can stand in for another
@@ -151,3 +151,27 @@ def test_suspects_do_not_teach_the_map(monkeypatch):
     [label] = seen
     assert (label == ANOMALY).sum() == labels.count("anomaly")
     assert (label == UNLABELLED).sum() < labels.count("") - 30 - 10  # held out and hidden ones are gone
+
+
+def test_a_handful_of_labels_is_not_worth_much_of_a_map():
+    vectors, labels, _, _ = problem(anomalies=5, hidden=0)
+    head = ElsaHead().fit(vectors, labels)
+    straight, _, _, bent = head.weight_.tolist()
+    assert bent <= 5 / 20 * (straight + bent)
+
+
+# --- what else the fit rests on
+
+
+def test_normals_that_were_asked_for_do_not_hide_the_suspects():
+    draw = torch.Generator().manual_seed(0)
+    score = torch.cat([torch.randn(300, generator=draw), 6 + torch.randn(30, generator=draw)]).double()
+    fair, asked = score[:300][::15], score[:300].sort().values[-20:] + 4  # as high as anomalies, which is why
+    alone = suspicion(score, score[:0])
+    assert alone[300:].mean() > 0.4  # the share of clean images that the upper bell takes is discounted
+    torch.testing.assert_close(suspicion(score, asked), alone)
+    assert not torch.equal(suspicion(score, fair), alone)
+
+
+def test_the_scores_of_the_held_out_images_are_those_of_new_images(fitted):
+    assert torch.isin(fitted.calibration_, fitted.train_scores_).all()
