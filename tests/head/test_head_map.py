@@ -166,7 +166,10 @@ def test_a_handful_of_labels_is_not_worth_much_of_a_map():
 def test_normals_that_were_asked_for_do_not_hide_the_suspects():
     draw = torch.Generator().manual_seed(0)
     score = torch.cat([torch.randn(300, generator=draw), 6 + torch.randn(30, generator=draw)]).double()
-    fair, asked = score[:300][::15], score[:300].sort().values[-20:] + 4  # as high as anomalies, which is why
+    fair, asked = (
+        score[:300][::15].contiguous(),
+        score[:300].sort().values[-20:] + 4,
+    )  # as high as anomalies, which is why
     alone = suspicion(score, score[:0])
     assert alone[300:].mean() > 0.4  # the share of clean images that the upper bell takes is discounted
     torch.testing.assert_close(suspicion(score, asked), alone)
