@@ -157,7 +157,7 @@ def test_a_handful_of_labels_is_not_worth_much_of_a_map():
     vectors, labels, _, _ = problem(anomalies=5, hidden=0)
     head = ElsaHead().fit(vectors, labels)
     straight, _, _, bent = head.weight_.tolist()
-    assert bent <= 5 / 20 * (straight + bent)
+    assert bent == pytest.approx(5 / 20 * (1 - head.one_kind_) * (straight + bent))
 
 
 # --- what else the fit rests on
