@@ -145,7 +145,7 @@ MUTANTS = {
             ('generator(seed, "pretrain draws", epoch, device=device)', "torch.Generator(device)"),
         ],
         "checkpoint.py": [
-            ('if self.state["fingerprint"] != fingerprint:', "if False:"),
+            ('if self.state.get("fingerprint") != fingerprint:', "if False:"),
             ('    part.load_state_dict({"state"', '    dict({"state"'),
         ],
         "elsa.py": [
