@@ -10,8 +10,9 @@ import torch
 
 from elsa.bench.plans import PLANS
 from elsa.bench.run import repeat_cell, run_plan
-from elsa.bench.speed import measure_speed, measure_time_to, num_cores, write_speed
+from elsa.bench.speed import measure_speed, measure_time_to, write_speed
 from elsa.config import ElsaConfig, parse_settings
+from elsa.data.parallel import available_cores
 from elsa.errors import UserError
 
 
@@ -111,7 +112,7 @@ def _repeat(given: argparse.Namespace) -> str:
 def _speed(given: argparse.Namespace) -> str:
     settings = _settings(given)
     figures = measure_speed(given.device, settings, given.size, given.channels, given.turns, given.seconds)
-    figures += measure_time_to(given.device, num_cores())
+    figures += measure_time_to(given.device, available_cores())
     lines = write_speed(figures, given.results, given.device, settings)
     try:
         from elsa.bench.speed_plot import write_speed_plot

@@ -25,6 +25,7 @@ from elsa.bench.run import append_line, provenance
 from elsa.bench.time_to import RECIPE, TARGET, learn_ours, learn_plainly
 from elsa.config import ElsaConfig, method_config
 from elsa.data.demo import load_demo
+from elsa.data.parallel import available_cores
 from elsa.elsa import Elsa
 from elsa.finetune import finetune_loss
 from elsa.memory import peak_memory_mb
@@ -157,7 +158,7 @@ class _Work:
         self.model = Elsa(device=str(device))
         self.model.config, self.model.net_, self.model.prototypes_ = config, self._net().eval(), self.prototypes
         self.model.shape_ = (channels, size, size)
-        workers = num_cores()
+        workers = available_cores()
         pixels = self.images.cpu().numpy()
         area = config.crop_area_min
         self.pairs = loader(pixels, 2, config.shifts, area, config.pretrain_batch, workers)
@@ -230,11 +231,6 @@ class _Work:
     def rest(self, which: str) -> None:
         """Stop the workers of a loader, which would go on filling their queue while another variant is timed."""
         self.batches.pop(which, None)
-
-
-def num_cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rate(step: Callable[[], int], device: torch.device, seconds: float, warm_up: int) -> float:
